@@ -1,0 +1,57 @@
+"""A solver and a verifier of 0.1 M parameters learn modular arithmetic.
+
+    python -m drmas_jax.main --config configs/math_tiny.py
+
+Two shipped policies, warm-started on imperfect demonstrations, are trained
+with Dr. MAS. Hardware: 2 CPU cores.
+"""
+
+from ml_collections import ConfigDict
+
+
+def _policy(checkpoint: str) -> dict:
+  return dict(
+    checkpoint=checkpoint,
+    micro_batch=128,
+    row_buckets=(48,),
+    optimizer=dict(learning_rate=1e-3, weight_decay=0.0),
+    engine=dict(
+      num_slots=128,
+      max_length=48,
+      prefill_rows=32,
+      prefill_buckets=(40,),
+      steps_per_call=16,
+    ),
+  )
+
+
+def get_config() -> ConfigDict:
+  return ConfigDict(
+    dict(
+      steps=80,
+      policies=dict(
+        solver=_policy("tiny:solver"), verifier=_policy("tiny:verifier")
+      ),
+      agents=dict(
+        solver=dict(
+          role="math.solver", policy="solver", template="short", max_tokens=12
+        ),
+        verifier=dict(
+          role="math.verifier",
+          policy="verifier",
+          template="short",
+          max_tokens=12,
+        ),
+      ),
+      orchestra=dict(name="math", options=dict(max_loops=2)),
+      environment=dict(name="math"),
+      data=dict(
+        source=dict(name="arithmetic", options=dict(num_operands=4)),
+        num_tasks=16,
+        group_size=8,
+      ),
+      eval=dict(every=20, num_tasks=64, final_num_tasks=128, k=8),
+      checkpoint=dict(every=20),
+      sft=dict(steps=500, batch_rows=64, from_scratch=True),
+    )
+  )

@@ -1,0 +1,1 @@
+"""Reinforcement learning of multi-agent LLM teams in JAX (Dr. MAS)."""

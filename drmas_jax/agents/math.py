@@ -1,0 +1,123 @@
+r"""The solver and the verifier of the math orchestra.
+
+Both are called with the task and with what the team has said so far: a tuple
+of (agent's name, text) pairs, oldest first. "default" is written for policies
+that follow instructions, "short" for tiny ones, which learn the form of their
+answer from demonstrations and pay for every token of a prompt.
+"""
+
+from typing import Literal
+
+from drmas_jax.agents.agent import (
+  Agent,
+  Message,
+  after_reasoning,
+  cut,
+  find_block,
+  last_box,
+)
+from drmas_jax.types import Reply, StopReason, Task
+
+Said = tuple[tuple[str, str], ...]
+
+# Characters of one piece of foreign text (a question, one agent's output).
+LIMIT = 16_000
+SHORT_LIMIT = 128
+
+_TEAM = (
+  "You belong to a small team that works on mathematics problems. A solver "
+  "writes a solution, a verifier checks it, and a rejected solution is "
+  "written anew. The whole team is judged by its last solution."
+)
+_SOLVER = (
+  "You are the solver. Work the problem out step by step. If there are "
+  "earlier outputs, use what is right in them and repair what is wrong, but "
+  "trust your own reasoning first. End with the final answer, and nothing "
+  "else, inside \\boxed{}."
+)
+_VERIFIER = (
+  "You are the verifier. Check the solver's latest solution: redo its steps, "
+  "and ask whether each follows, whether anything is left out, and whether "
+  "the boxed result answers the question. Then give your verdict once, as the "
+  "last thing you write: <verify>approve</verify> if the solution is right, "
+  "<verify>reject</verify> if it is not."
+)
+
+
+def _default(part: str):
+  """A system turn about the team and a user turn of three sections."""
+
+  def template(task: Task, said: Said = ()) -> list[Message]:
+    sections = ["# Problem\n" + cut(task.question, LIMIT)]
+    if said:
+      outputs = [f"[{name} wrote]\n{cut(text, LIMIT)}" for name, text in said]
+      sections.append("# Outputs so far\n" + "\n\n".join(outputs))
+    sections.append("# Your part\n" + part)
+    return [
+      {"role": "system", "content": _TEAM},
+      {"role": "user", "content": "\n\n".join(sections)},
+    ]
+
+  return template
+
+
+def _short(part: str):
+  """One user turn: a cue, the question, a line for each earlier output."""
+
+  def template(task: Task, said: Said = ()) -> list[Message]:
+    lines = [f"{part}: {cut(task.question, SHORT_LIMIT)}"]
+    lines += [f"{name}: {cut(text, SHORT_LIMIT)}" for name, text in said]
+    return [{"role": "user", "content": "\n".join(lines)}]
+
+  return template
+
+
+def _parse_solver(text: str, stop_reason: StopReason) -> Reply:
+  """The whole completion after its reasoning; valid if it holds a box."""
+  del stop_reason
+  shown = after_reasoning(text)
+  boxed = shown is not None and last_box(shown) is not None
+  return Reply(text=shown or "", valid=boxed)
+
+
+def _parse_verifier(
+  text: str,
+  stop_reason: StopReason,
+  *,
+  missing_verdict: Literal["approve", "reject"] = "approve",
+) -> Reply:
+  """The verdict of the first block; without one, invalid and as configured.
+
+  What others see ends with the block.
+  """
+  del stop_reason
+  if missing_verdict not in ("approve", "reject"):
+    raise ValueError(
+      f"missing_verdict={missing_verdict!r} is not allowed; write 'approve' "
+      "or 'reject'"
+    )
+  block = find_block(text, "verify")
+  read = block.content.strip().lower() if block else ""
+  missing = read not in ("approve", "reject")
+  verdict = missing_verdict if missing else read
+  return Reply(
+    text=after_reasoning(text[: block.end] if block else text) or "",
+    valid=not missing,
+    verdict=verdict,
+    labels={
+      "approved": float(verdict == "approve"),
+      "rejected": float(verdict == "reject"),
+      "missing": float(missing),
+    },
+  )
+
+
+solver = Agent(
+  templates={"default": _default(_SOLVER), "short": _short("solve")},
+  parse=_parse_solver,
+)
+verifier = Agent(
+  templates={"default": _default(_VERIFIER), "short": _short("verify")},
+  parse=_parse_verifier,
+  tags=("verify",),
+)

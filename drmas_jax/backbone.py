@@ -1,0 +1,261 @@
+"""One set of decoder weights on one placement: its learner, engine, sampler.
+
+In this version a backbone is a policy. It is built from a checkpoint folder,
+trained by `update`, and its weights go to the engine by `resume`. Updates are
+dispatched and not waited for, so that backbones work at the same time.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from drmas_jax import batching, engine, learner, placement
+from drmas_jax import config as config_lib
+from drmas_jax.models import transformer, weights
+from drmas_jax.rewards import Rows
+from drmas_jax.sampler import Sampler
+from drmas_jax.tokenizer import Tokenizer
+from drmas_jax.types import Batch, TrainState
+
+_TINY = pathlib.Path(__file__).parent / "models" / "tiny"
+_SMALLEST_BUCKET = 32
+
+
+def checkpoint_folder(checkpoint: str) -> pathlib.Path:
+  """ "tiny:NAME" is a policy that is shipped; anything else is a folder.
+
+  Raises:
+    ConfigError: there is no such folder.
+  """
+  kind, _, name = checkpoint.partition(":")
+  if kind != "tiny":
+    folder = pathlib.Path(checkpoint).expanduser()
+    if not folder.is_dir():
+      raise config_lib.ConfigError(
+        f"checkpoint={checkpoint!r}: no such folder; allowed are a Hugging "
+        "Face folder and tiny:NAME; make it or correct the path"
+      )
+    return folder
+  shipped = sorted(p.parent.name for p in _TINY.glob("*/config.json"))
+  if name not in shipped:
+    raise config_lib.ConfigError(
+      f"checkpoint={checkpoint!r}: allowed are "
+      f"{', '.join(f'tiny:{n}' for n in shipped)}"
+    )
+  return _TINY / name
+
+
+class Work(NamedTuple):
+  """What one backbone would train on; hosts agree on its numbers.
+
+  Attributes:
+    indices: of the rows with a signal among the step's rows.
+    tokens: sampled tokens of all its real rows, with a signal or without: the
+      denominator of the loss.
+    size: of the rows at `indices`.
+  """
+
+  indices: np.ndarray
+  tokens: int
+  size: batching.Size
+
+
+class Backbone:
+  """See the module's docstring."""
+
+  def __init__(
+    self,
+    name: str,
+    config: config_lib.Config,
+    slice_: placement.Slice,
+    model: transformer.DecoderConfig,
+    folder: pathlib.Path,
+  ):
+    """Reads the tokenizer; builds no device array."""
+    self.name = name
+    self.policy = config.policies[name]
+    self.slice = slice_
+    self.folder = folder
+    self.tokenizer = Tokenizer.load(folder)
+    self.agents = config.agents_of(name)
+    self._temperatures = np.array(
+      [config.agents[a].sampling.temperature for a in config.agent_names],
+      np.float32,
+    )
+    vocab = min(self.tokenizer.vocab_size, model.vocab_size)
+    model = dataclasses.replace(model, remat=self.policy.remat)
+    self.learner = learner.Spec(
+      model=dataclasses.replace(model, compute_dtype=self.policy.compute_dtype),
+      mesh=slice_.train_mesh,
+      loss=self.policy.loss,
+      optimizer=self.policy.optimizer,
+      num_agents=len(config.agent_names),
+      vocab_size=vocab,
+      head_chunk=_head_chunk(vocab),
+    )
+    sizes = self.policy.engine
+    self.engine_spec = engine.Spec(
+      model=dataclasses.replace(
+        model, compute_dtype=self.policy.rollout_dtype, remat=False
+      ),
+      mesh=slice_.rollout_mesh,
+      num_slots=sizes.num_slots,
+      max_length=sizes.max_length,
+      prefill_rows=sizes.prefill_rows,
+      prefill_buckets=sizes.prefill_buckets
+      or batching.powers_of_two(_SMALLEST_BUCKET, sizes.max_length),
+      steps_per_call=sizes.steps_per_call,
+      stop_ids=self.tokenizer.stop_ids,
+      vocab_size=vocab,
+      dtype=self.policy.rollout_dtype,
+    )
+    self.row_buckets = self.policy.row_buckets or batching.powers_of_two(
+      _SMALLEST_BUCKET, sizes.max_length
+    )
+    self.sampler = Sampler(
+      engine.PolicyEngine(self.engine_spec), self.tokenizer
+    )
+    self.state: TrainState | None = None
+    self.params: Any = None  # of a frozen policy, which has no state
+    self.updates = 0
+
+  # -- weights -----------------------------------------------------------------
+
+  def load(self) -> None:
+    """Reads the checkpoint folder into the train slice."""
+    params = weights.load(
+      self.folder, self.learner.model, self.slice.train_mesh
+    )
+    if self.policy.frozen:
+      self.params = params
+    else:
+      self.state = learner.programs(self.learner).init(params)
+
+  def abstract_state(self) -> TrainState:
+    """Shapes and shardings of the state, to restore a checkpoint into."""
+    return jax.tree.map(
+      lambda shape, where: jax.ShapeDtypeStruct(
+        shape.shape, shape.dtype, sharding=where
+      ),
+      learner.state_shapes(self.learner),
+      learner.state_shardings(self.learner),
+    )
+
+  def resume(self) -> None:
+    """Train slice -> rollout slice; the sampler is ready for a rollout."""
+    params = self.params if self.state is None else self.state.params
+    rollout = placement.sync(
+      params,
+      engine.param_shardings(self.engine_spec),
+      self.engine_spec.dtype,
+      transformer.unstack,
+    )
+    self.sampler.resume(rollout, self.updates)
+
+  def release(self) -> None:
+    self.sampler.release()
+
+  def count_updates(self, num: int) -> None:
+    """Versions are counted on the host; an update is taken back if it turns
+    out, when its output is read, that it was skipped (rule 11)."""
+    self.updates += num
+    self.sampler.engine.version = self.updates
+
+  # -- training ----------------------------------------------------------------
+
+  def work(self, rows: Rows, advantages: np.ndarray) -> Work:
+    """Own rows of the step. Those without a signal are left out of the
+    gradient, which is exact for a loss that is linear in the advantage, and
+    their tokens stay in the denominator."""
+    own = np.array([t.policy == self.name for t in rows.turns], bool)
+    lengths = np.array([len(t.completion_ids) for t in rows.turns], int)
+    live = own & (lengths > 0)
+    if not self.policy.update_on_zero_signal:
+      live &= advantages != 0
+    indices = np.flatnonzero(live)
+    return Work(
+      indices,
+      int(lengths[own].sum()),
+      batching.size([rows.turns[i] for i in indices]),
+    )
+
+  def shape(self, size: batching.Size, num_hosts: int) -> tuple[int, int, int]:
+    """(micro-batches, rows of one on this host, row length) for a size."""
+    local = self.policy.micro_batch // num_hosts
+    return (
+      batching.num_micro_batches(size.num_rows, local),
+      local,
+      batching.bucket(size.longest, self.row_buckets),
+    )
+
+  def update(
+    self,
+    rows: Rows,
+    advantages: np.ndarray,
+    work: Work,
+    agreed: batching.Size,
+    denominator: float,
+    *,
+    num_hosts: int = 1,
+    agent_norms: bool = False,
+  ) -> tuple[learner.StepOutput, Any]:
+    """One update, dispatched; (its output, norms by agent or None).
+
+    Args:
+      rows: of the step.
+      advantages: [N], of its rows.
+      work: what `work` found here.
+      agreed: the largest size of any host.
+      denominator: sampled tokens of all hosts.
+      num_hosts: how many there are.
+      agent_norms: also the gradient's norm by agent (a second pass).
+    """
+    num_micro, local, length = self.shape(agreed, num_hosts)
+    batch = batching.pack(
+      [rows.turns[i] for i in work.indices],
+      work.indices,
+      rows.agent[work.indices],
+      num_micro=num_micro,
+      micro_batch=local,
+      length=length,
+    )
+    trips = max(1, -(-agreed.num_rows // local))
+    by_token = batching.gather(advantages, batch)
+    return self._train(batch, by_token, denominator, trips, agent_norms)
+
+  def _train(
+    self,
+    batch: Batch,
+    advantages: np.ndarray,
+    denominator: float,
+    trips: int,
+    agent_norms: bool,
+  ) -> tuple[learner.StepOutput, Any]:
+    programs = learner.programs(self.learner)
+    batch, advantages = placement.global_batch(
+      (batch, advantages), self.slice.train_mesh
+    )
+    params = self.state.params
+    old = batch.sampler_logprobs
+    if self.policy.old_logprobs == "learner":
+      old = programs.score(params, batch, trips, self._temperatures)
+    rest = (
+      batch,
+      old,
+      advantages,
+      np.float32(denominator),
+      trips,
+      self._temperatures,
+    )
+    norms = programs.agent_norms(params, *rest) if agent_norms else None
+    self.state, output = programs.train_step(self.state, *rest)
+    return output, norms
+
+
+def _head_chunk(vocab_size: int) -> int:
+  """Tokens whose logits exist at a time: about 64 MB of float32."""
+  tokens = (64 << 20) // (4 * vocab_size)
+  return tokens if vocab_size > 4096 else 0

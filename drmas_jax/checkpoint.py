@@ -1,0 +1,357 @@
+"""Checkpoints with Orbax, and what may change between a save and a resume.
+
+One folder per step, written in the background and renamed into place when it
+is whole, so that a kill leaves either all of a step or none of it:
+
+    <workdir>/checkpoints/<step>/policy_<name>   a TrainState, readable alone
+                                 run             JSON: `Run`
+
+The last `keep` steps stay, and the one with the highest score.
+"""
+
+import dataclasses
+import fnmatch
+import logging
+import pathlib
+import shutil
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from drmas_jax import config as config_lib
+from drmas_jax.types import TrainState
+
+FORMAT = 1  # of `Run` and of the item names; raised when either changes
+
+_log = logging.getLogger(__name__)
+
+
+class FormatError(ValueError):
+  """A checkpoint of another version of this package."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What a checkpoint holds beside the policies; plain data only.
+
+  Attributes:
+    step: steps done.
+    cursor: position in the task stream.
+    config: the resolved config, `config.to_dict`.
+    digest: of that config.
+    versions: number of updates behind each policy's weights.
+    controllers: state of whatever adapts itself over steps, by name.
+    extra: for the coordinator.
+    score: held-out success, higher is better; None claims nothing.
+  """
+
+  step: int
+  cursor: int
+  config: dict[str, Any]
+  digest: str
+  versions: dict[str, int]
+  controllers: dict[str, Any] = dataclasses.field(default_factory=dict)
+  extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+  score: float | None = None
+
+
+class Checkpoints:
+  """The checkpoints of a workdir.
+
+  With several processes, all of them call every method, and the workdir is on
+  a file system that they share.
+
+  Args:
+    workdir: folder of the run.
+    keep: how many of the newest stay.
+    read_only: for a reader beside a run: nothing is cleaned, renamed, saved.
+  """
+
+  def __init__(
+    self, workdir: str | pathlib.Path, keep: int = 2, read_only: bool = False
+  ):
+    import orbax.checkpoint as ocp  # 1 s
+
+    self._ocp = ocp
+    self._keep = keep
+    self._read_only = read_only
+    self._scores: dict[int, float | None] = {}
+    self._folder = pathlib.Path(workdir).absolute() / "checkpoints"
+    self._manager = self._open()
+
+  def _open(self) -> Any:
+    if not self._read_only:
+      self._folder.mkdir(parents=True, exist_ok=True)
+    return self._ocp.CheckpointManager(
+      self._folder,
+      options=self._ocp.CheckpointManagerOptions(
+        create=not self._read_only,
+        read_only=self._read_only,
+        cleanup_tmp_directories=not self._read_only,
+      ),
+    )
+
+  def save(self, run: Run, states: Mapping[str, TrainState]) -> None:
+    """Copies the states to the host, and writes them in the background.
+
+    The caller may donate the states as soon as this returns. A step that is
+    already there is left as it is.
+
+    Raises:
+      Exception: what went wrong in the save before this one.
+    """
+    self.wait()
+    if run.step in self._manager.all_steps():
+      return
+    args = self._ocp.args
+    record = {"format": FORMAT} | dataclasses.asdict(run)
+    items = {_item(n): args.StandardSave(s) for n, s in states.items()}
+    self._scores[run.step] = run.score
+    # force: the policy of intervals is the caller's.
+    self._manager.save(
+      run.step,
+      args=args.Composite(run=args.JsonSave(record), **items),
+      force=True,
+    )
+
+  def wait(self) -> None:
+    """Until the save under way is committed; then old steps are deleted."""
+    self._manager.wait_until_finished()
+    if self._read_only:
+      return
+    steps = self.steps()
+    kept = {*steps[-self._keep :], self.best()}
+    for step in steps:
+      if step not in kept:
+        self._manager.delete(step)
+
+  def close(self) -> None:
+    self.wait()
+    self._manager.close()
+
+  def steps(self) -> list[int]:
+    """Committed steps, rising."""
+    self._manager.wait_until_finished()
+    return sorted(self._manager.all_steps())
+
+  def latest(self) -> int | None:
+    return max(self.steps(), default=None)
+
+  def best(self) -> int | None:
+    """The step of the highest score; of equal ones the later."""
+    scores = {s: self._score(s) for s in self.steps()}
+    known = [(score, s) for s, score in scores.items() if score is not None]
+    return max(known)[1] if known else None
+
+  def run(self, step: int | None = None) -> Run | None:
+    """The record of a step; without one, of the newest that can be read."""
+    if step is not None:
+      return self._read(step, {})[1]
+    for step in reversed(self.steps()):
+      try:
+        return self._read(step, {})[1]
+      except FormatError:
+        raise
+      except Exception as e:
+        _log.warning("checkpoint %s: %s", self._folder / str(step), _brief(e))
+    return None
+
+  def restore(
+    self, abstract: Mapping[str, TrainState]
+  ) -> tuple[dict[str, TrainState], Run] | None:
+    """The newest checkpoint that can be read, laid out as `abstract` says.
+
+    Args:
+      abstract: by policy, a TrainState of `jax.ShapeDtypeStruct` with the
+        sharding wanted, whatever mesh it was saved from.
+
+    Returns:
+      States and record; None where there is no checkpoint. Newer ones that
+      could not be read are renamed to `<step>.broken`.
+
+    Raises:
+      ValueError: where there are checkpoints and none can be read.
+    """
+    failed: dict[int, Exception] = {}
+    for step in reversed(self.steps()):
+      try:
+        restored = self._read(step, abstract)
+      except FormatError:
+        raise
+      except Exception as e:
+        failed[step] = e
+        continue
+      self._set_aside(failed, step)
+      return restored
+    if not failed:
+      return None
+    step, error = next(iter(failed.items()))
+    raise ValueError(
+      f"{self._folder}: none of the checkpoints {sorted(failed)} can be "
+      f"read; the newest, {step}: {_brief(error)}; if it was made with "
+      "another config or version, use that one, or start a new --workdir"
+    ) from error
+
+  def restore_policy(
+    self, step: int, name: str, abstract: TrainState
+  ) -> TrainState:
+    """One policy of one step, without reading the others."""
+    return self._read(step, {name: abstract})[0][name]
+
+  def _read(
+    self, step: int, abstract: Mapping[str, TrainState]
+  ) -> tuple[dict[str, TrainState], Run]:
+    args = self._ocp.args
+    # The record first, alone: it says whether the rest can be understood.
+    record = self._manager.restore(
+      step, args=args.Composite(run=args.JsonRestore())
+    )["run"]
+    if record["format"] != FORMAT:
+      raise FormatError(
+        f"{self._folder / str(step)}: format {record['format']}, and this "
+        f"version reads {FORMAT}; use the version that wrote it"
+      )
+    run = Run(**{k: v for k, v in record.items() if k != "format"})
+    if not abstract:
+      return {}, run
+    items = {_item(n): args.StandardRestore(s) for n, s in abstract.items()}
+    restored = self._manager.restore(step, args=args.Composite(**items))
+    return {name: restored[_item(name)] for name in abstract}, run
+
+  def _score(self, step: int) -> float | None:
+    if step not in self._scores:
+      try:
+        self._scores[step] = self._read(step, {})[1].score
+      except Exception:  # half deleted or broken: no claim on best
+        self._scores[step] = None
+    return self._scores[step]
+
+  def _set_aside(self, failed: Mapping[int, Exception], good: int) -> None:
+    """Renames broken steps, so that they can be saved again."""
+    for step, error in failed.items():
+      _log.warning(
+        "checkpoint %s cannot be read (%s); going on from step %d",
+        self._folder / str(step),
+        _brief(error),
+        good,
+      )
+    if not failed or self._read_only:
+      return
+    import jax
+
+    if jax.process_index() == 0:
+      for step in failed:
+        aside = self._folder / f"{step}.broken"
+        shutil.rmtree(aside, ignore_errors=True)
+        (self._folder / str(step)).rename(aside)
+    if jax.process_count() > 1:
+      from jax.experimental import multihost_utils
+
+      multihost_utils.sync_global_devices("checkpoints set aside")
+    self._manager.reload()
+
+
+def _item(policy: str) -> str:
+  return f"policy_{policy}"  # Orbax's item names hold no slash
+
+
+def _brief(error: Exception) -> str:
+  text = " ".join(str(error).split())
+  return f"{type(error).__name__}: {text[:300]}"
+
+
+# -- what may change on resume (rule 25) ---------------------------------------
+
+Kind = Literal["free", "guarded", "never"]
+
+_FREE = ("steps", "eval", "logging", "checkpoint", "placement", "rollout")
+_NEVER = (
+  "policies.*.checkpoint",
+  "policies.*.compute_dtype",
+  "policies.*.frozen",
+  "agents.*.role",
+  "agents.*.policy",
+  "agents.*.template",
+  "orchestra.name",
+)
+_ABSENT = "(absent)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+  """A key of the config whose value is not that of the checkpoint."""
+
+  key: str
+  old: Any
+  new: Any
+  kind: Kind
+
+
+def compare_config(
+  saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str] = ()
+) -> list[Change]:
+  """What a resumed run changes, all of it allowed.
+
+  Number of steps, evaluation, logging, checkpointing, placement and rollout
+  limits change freely; the team and the shape of its policies never; any other
+  key only where `allow` names it or a group above it.
+
+  Args:
+    saved: `config.to_dict` of the checkpoint's config (`Run.config`).
+    now: that of this run's.
+    allow: keys given by --allow_change.
+
+  Raises:
+    ConfigError: with every change refused, one line each.
+  """
+  changes = _changes(saved, now)
+  faults = [
+    f"allow_change={key}: no such key in the config; write one such as "
+    "policies.NAME.optimizer"
+    for key in allow
+    if not any(_under(k, key) for k in config_lib.flatten(now))
+  ]
+  for c in changes:
+    what = f"{c.key}: was {c.old!r} in the checkpoint, is now {c.new!r}"
+    if c.kind == "never":
+      faults.append(
+        f"{what}; it cannot change on resume; write it back, or "
+        "start a new --workdir"
+      )
+    elif c.kind == "guarded" and not any(_under(c.key, a) for a in allow):
+      faults.append(f"{what}; write it back, or pass --allow_change={c.key}")
+  if faults:
+    raise config_lib.ConfigError("\n".join(faults))
+  return changes
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+  changes, old, new = [], dict(saved), dict(now)
+  for group in ("policies", "agents"):
+    common = sorted(set(old[group]) & set(new[group]))
+    if set(old[group]) != set(new[group]):
+      names = sorted(old[group]), sorted(new[group])
+      changes.append(Change(group, *names, "never"))
+    old[group] = {n: old[group][n] for n in common}
+    new[group] = {n: new[group][n] for n in common}
+  # An empty group has no value of its own.
+  old, new = (
+    {k: v for k, v in config_lib.flatten(tree).items() if v != {}}
+    for tree in (old, new)
+  )
+  for key in sorted({*old, *new}):
+    before, after = old.get(key, _ABSENT), new.get(key, _ABSENT)
+    if before != after:
+      changes.append(Change(key, before, after, _kind(key)))
+  return changes
+
+
+def _kind(key: str) -> Kind:
+  if any(fnmatch.fnmatchcase(key, p) for p in _NEVER):
+    return "never"
+  if any(_under(key, p) for p in _FREE):
+    return "free"
+  return "guarded"
+
+
+def _under(key: str, group: str) -> bool:
+  return key == group or key.startswith(f"{group}.")

@@ -1,0 +1,931 @@
+"""From a config file to frozen dataclasses; every check, once.
+
+A config file is plain data: `get_config()` returns an `ml_collections`
+ConfigDict (or a dict). `load` reads it, applies dotted overrides, and `build`
+turns it into a `Config`. Defaults live in the dataclasses below and nowhere
+else. What is wrong is collected and raised as one `ConfigError`, whose lines
+each name the key, the value, what is allowed, and the fix.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import pathlib
+import traceback
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+Mode = Literal["train", "eval", "sft"]
+
+
+class ConfigError(ValueError):
+  """A config that cannot run. `main` exits with code 2 on it."""
+
+
+def _bounded(
+  default: Any = dataclasses.MISSING,
+  *,
+  low: float | None = None,
+  high: float | None = None,
+  above: float | None = None,
+  below: float | None = None,
+) -> Any:
+  """A finite number: `low` <= value <= `high`, `above` < value < `below`."""
+  bounds = {">=": low, ">": above, "<=": high, "<": below}
+  return dataclasses.field(default=default, metadata=bounds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How completions are drawn. Temperature 0 is greedy; top_k 0 keeps all."""
+
+  temperature: float = _bounded(1.0, low=0.0)
+  top_k: int = _bounded(0, low=0)
+  top_p: float = _bounded(1.0, above=0.0, high=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+  """AdamW with a schedule and clipping by the policy's global norm.
+
+  Attributes:
+    schedule: after `warmup_steps` of linear rise, "constant", or "cosine" and
+      "linear" down to `final_fraction` of the rate at step `decay_steps`
+      (a length of its own, so that a longer run changes nothing before it).
+  """
+
+  learning_rate: float = _bounded(1e-6, low=0.0)
+  schedule: Literal["constant", "cosine", "linear"] = "constant"
+  warmup_steps: int = _bounded(0, low=0)
+  decay_steps: int = _bounded(1000, low=1)
+  final_fraction: float = _bounded(0.0, low=0.0, high=1.0)
+  b1: float = _bounded(0.9, low=0.0, below=1.0)
+  b2: float = _bounded(0.999, low=0.0, below=1.0)
+  eps: float = _bounded(1e-8, above=0.0)
+  weight_decay: float = _bounded(0.01, low=0.0)
+  clip_norm: float = _bounded(1.0, above=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+  """The policy loss, by name in `losses.LOSSES`."""
+
+  name: str = "clipped"
+  clip_low: float = _bounded(0.2, low=0.0, high=1.0)
+  clip_high: float = _bounded(0.2, low=0.0)
+  dual_clip: float = _bounded(3.0, above=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+  """Sizes of a sampler's device side.
+
+  Attributes:
+    num_slots: completions decoded at once.
+    max_length: longest prompt plus completion, in tokens.
+    prefill_rows: prompts per prefill call (a fixed shape, rule 26).
+    prefill_buckets: padded prompt lengths; a prompt takes the smallest that
+      holds it. Empty: powers of two from 32 up to max_length.
+    steps_per_call: decode steps fused into one dispatch.
+  """
+
+  num_slots: int = _bounded(32, low=1)
+  max_length: int = _bounded(1024, low=2)
+  prefill_rows: int = _bounded(8, low=1)
+  prefill_buckets: tuple[int, ...] = ()
+  steps_per_call: int = _bounded(8, low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """One LLM of the team.
+
+  Attributes:
+    checkpoint: a Hugging Face folder, or "tiny:NAME" for a shipped one.
+    frozen: sampled from, never trained.
+    compute_dtype: of activations; parameters and optimizer are float32.
+    rollout_dtype: of the engine's weights and cache.
+    old_logprobs: "sampler" takes the engine's log-probs as the old ones (one
+      update per batch), "learner" scores the batch again before the update.
+    micro_batch: rows per gradient step; changes memory, not the result.
+    row_buckets: padded row lengths; an update takes the smallest that holds
+      its longest row. Empty: powers of two up to the engine's max_length.
+    update_on_zero_signal: rule 12's reference behaviour.
+  """
+
+  checkpoint: str
+  frozen: bool = False
+  compute_dtype: Literal["float32", "bfloat16"] = "float32"
+  rollout_dtype: Literal["float32", "bfloat16"] = "float32"
+  remat: bool = False
+  old_logprobs: Literal["sampler", "learner"] = "sampler"
+  micro_batch: int = _bounded(8, low=1)
+  row_buckets: tuple[int, ...] = ()
+  update_on_zero_signal: bool = False
+  optimizer: Optimizer = Optimizer()
+  loss: Loss = Loss()
+  engine: Engine = Engine()
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+  """A role and who plays it.
+
+  Attributes:
+    role: an `Agent` value by module and name, such as "math.solver".
+    template: a prompt template of that role other than its default.
+    max_tokens: limit of one completion.
+    invalid_penalty: subtracted from a turn's score if it is invalid.
+    options: keyword options of the role (such as `missing_verdict`).
+  """
+
+  role: str
+  policy: str
+  template: str = "default"
+  max_tokens: int = _bounded(512, low=1)
+  invalid_penalty: float = _bounded(0.1, low=0.0)
+  sampling: Sampling = Sampling()
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Orchestra:
+  """Who speaks when: a file of `orchestras/` or a module of the user's own."""
+
+  name: str
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+  """What is rewarded: a file of `environments/` or the user's own module."""
+
+  name: str
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)
+  reward_timeout_s: float = _bounded(30.0, above=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """A data set: a name of `datasets/`, its split and its options."""
+
+  name: str
+  split: str = "train"
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """The task stream of training: P tasks of G episodes a step."""
+
+  source: Source
+  num_tasks: int = _bounded(16, low=1)
+  group_size: int = _bounded(8, low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Advantage:
+  """The estimator, by name in `advantages.ESTIMATORS`.
+
+  Attributes:
+    singleton: a group of one gets 0, or "raw": its score, as the reference.
+    zero_tolerance: a standard deviation at or below this times
+      max(1, max|score|) counts as zero (rule 5); 0 is the reference.
+    pool_agents: with rewards per agent, one baseline for all (rule 3, `grpo`).
+  """
+
+  name: str = "agent_wise"
+  singleton: Literal["zero", "raw"] = "zero"
+  zero_tolerance: float = _bounded(1e-5, low=0.0)
+  pool_agents: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+  """Limits of a rollout.
+
+  Attributes:
+    turn_timeout_s: from the moment a turn is asked for to its last token.
+    max_failed: a step with more than this share of failed episodes stops the
+      run.
+  """
+
+  turn_timeout_s: float = _bounded(600.0, above=0.0)
+  max_failed: float = _bounded(0.5, low=0.0, high=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+  """Held-out evaluation: k episodes of each of the first `num_tasks` tasks.
+
+  Attributes:
+    every: steps between evaluations during training; 0 for none. Before the
+      first and after the last step there is always one, unless num_tasks is 0.
+    final_num_tasks: tasks of the evaluations before and after; 0 for the same.
+    sampling: one for all agents; none: each agent's own.
+  """
+
+  source: Source | None = None
+  every: int = _bounded(10, low=0)
+  num_tasks: int = _bounded(64, low=0)
+  final_num_tasks: int = _bounded(0, low=0)
+  k: int = _bounded(8, low=1)
+  sampling: Sampling | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """Saved every `every` steps and at the end; the last `keep` and the best."""
+
+  every: int = _bounded(20, low=1)
+  keep: int = _bounded(2, low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+  """Sizes of the mesh axes of one slice; 0 takes what is left (one axis)."""
+
+  data: int = _bounded(1, low=0)
+  fsdp: int = _bounded(0, low=0)
+  tensor: int = _bounded(1, low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """Which devices a backbone uses for what.
+
+  Attributes:
+    strategy: "shared" (all backbones on all devices, in turn), "split"
+      (disjoint slices of one host), "columns" (many hosts: the same local
+      devices of every host for one backbone).
+    shares: relative number of devices by policy; left out: equal.
+    rollout_devices: devices of a slice set aside for its engine; 0: the engine
+      uses the slice's training devices, in turn with the learner.
+    train_mesh, rollout_mesh: axes of the slices.
+    device_memory_gb: per device; 0: ask the device (or the host, on CPU).
+    timeout_s: limit of every wait for another host.
+  """
+
+  strategy: Literal["shared", "split", "columns"] = "shared"
+  shares: dict[str, int] = dataclasses.field(default_factory=dict)
+  rollout_devices: int = _bounded(0, low=0)
+  train_mesh: Mesh = Mesh()
+  rollout_mesh: Mesh = Mesh(data=0, fsdp=1, tensor=1)
+  device_memory_gb: float = _bounded(0.0, low=0.0)
+  timeout_s: float = _bounded(300.0, above=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Logging:
+  """What is written in the workdir, and how much of it.
+
+  Attributes:
+    agent_norm_every: steps between gradient norms by agent (a second pass);
+      0 for none.
+    transcripts_mb: limit of the transcripts on disk.
+    transcript_groups: groups of a step that are written whole.
+  """
+
+  agent_norm_every: int = _bounded(10, low=0)
+  transcripts_mb: float = _bounded(64.0, low=0.0)
+  transcript_groups: int = _bounded(2, low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sft:
+  """`--mode=sft`: cross-entropy on the demonstrations of `data.source`.
+
+  Attributes:
+    steps: of every trained policy.
+    batch_rows: demonstrations in a step.
+    learning_rate: peak of the rate, which falls to a tenth by a cosine.
+    warmup_steps: linear rise before.
+    from_scratch: start from random weights in the checkpoint's shape.
+    options: keyword options of the data set's `demonstrations`.
+  """
+
+  steps: int = _bounded(500, low=1)
+  batch_rows: int = _bounded(64, low=1)
+  learning_rate: float = _bounded(3e-3, above=0.0)
+  warmup_steps: int = _bounded(50, low=0)
+  from_scratch: bool = False
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """A whole run."""
+
+  policies: dict[str, Policy]
+  agents: dict[str, Agent]
+  orchestra: Orchestra
+  environment: Environment
+  data: Data
+  seed: int = _bounded(0, low=0)
+  steps: int = _bounded(100, low=1)
+  advantage: Advantage = Advantage()
+  rollout: Rollout = Rollout()
+  eval: Eval = Eval()
+  checkpoint: Checkpoint = Checkpoint()
+  placement: Placement = Placement()
+  logging: Logging = Logging()
+  sft: Sft = Sft()
+
+  @property
+  def agent_names(self) -> tuple[str, ...]:
+    """Sorted; an agent's index everywhere on the device side."""
+    return tuple(sorted(self.agents))
+
+  @property
+  def trained(self) -> tuple[str, ...]:
+    return tuple(n for n, p in sorted(self.policies.items()) if not p.frozen)
+
+  def agents_of(self, policy: str) -> tuple[str, ...]:
+    return tuple(n for n in self.agent_names if self.agents[n].policy == policy)
+
+
+# -- the door ------------------------------------------------------------------
+
+
+def read(
+  path: str | pathlib.Path, overrides: Sequence[str] = (), mode: Mode = "train"
+) -> Config:
+  """Reads a config file, applies `a.b=value` overrides, and checks it all.
+
+  Raises:
+    ConfigError: with every fault found, one line each.
+  """
+  raw = _load_file(path)
+  for override in overrides:
+    _override(raw, override)
+  return check(build(raw), mode)
+
+
+def build(raw: Mapping[str, Any]) -> Config:
+  """Typed and bounded, key by key; no check across keys."""
+  faults: list[str] = []
+  config = _build(Config, _plain(raw), "", faults)
+  _raise(faults)
+  return config
+
+
+def to_dict(config: Any) -> Any:
+  """Plain data (dicts, lists, numbers, strings), as JSON holds it."""
+  if dataclasses.is_dataclass(config):
+    return {
+      f.name: to_dict(getattr(config, f.name))
+      for f in dataclasses.fields(config)
+    }
+  if isinstance(config, Mapping):
+    return {k: to_dict(v) for k, v in sorted(config.items())}
+  if isinstance(config, (tuple, list)):
+    return [to_dict(v) for v in config]
+  return config
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """{"a": {"b": 1}} -> {"a.b": 1}."""
+  flat = {}
+  for key, value in tree.items():
+    if isinstance(value, Mapping) and value:
+      flat.update(flatten(value, f"{prefix}{key}."))
+    else:
+      flat[f"{prefix}{key}"] = value
+  return flat
+
+
+def digest(config: Config) -> str:
+  """The same for equal configs, in every process and on every machine."""
+  text = json.dumps(to_dict(config), sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _raise(faults: Sequence[str]) -> None:
+  if faults:
+    raise ConfigError("\n".join(faults))
+
+
+def _plain(raw: Any) -> Any:
+  if hasattr(raw, "to_dict"):  # ml_collections.ConfigDict
+    raw = raw.to_dict()
+  if isinstance(raw, Mapping):
+    return {k: _plain(v) for k, v in raw.items()}
+  return raw
+
+
+def _load_file(path: str | pathlib.Path) -> dict[str, Any]:
+  path = pathlib.Path(path)
+  if path.suffix != ".py" or not path.is_file():
+    raise ConfigError(
+      f"--config={path}: no such file; name a Python file with get_config()"
+    )
+  spec = importlib.util.spec_from_file_location("drmas_jax_config", path)
+  module = importlib.util.module_from_spec(spec)
+  try:
+    _check_twice(path)
+    spec.loader.exec_module(module)
+    raw = _plain(module.get_config())
+  except ConfigError:
+    raise
+  except Exception as e:
+    # A fault of the file, so of the config: its own line, not our traceback.
+    frames = traceback.extract_tb(e.__traceback__)
+    lines = [f.lineno for f in frames if f.filename == str(path)]
+    line = getattr(e, "lineno", None) or (lines[-1] if lines else 1)
+    raise ConfigError(f"{path}:{line}: {type(e).__name__}: {e}") from e
+  if not isinstance(raw, dict):
+    raise ConfigError(
+      f"--config={path}: get_config() returned {type(raw).__name__}; return "
+      "a ConfigDict or a dict"
+    )
+  return raw
+
+
+def _check_twice(path: pathlib.Path) -> None:
+  """A key written twice in one dict: Python would keep only the last."""
+  for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    if not isinstance(node, ast.Dict):
+      continue
+    keys = [k.value for k in node.keys if isinstance(k, ast.Constant)]
+    for key in keys:
+      if keys.count(key) > 1:
+        raise ConfigError(
+          f"{path}:{node.lineno}: {key!r} is written twice in one dict; "
+          "rename or remove one"
+        )
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+  key, sep, value = text.partition("=")
+  parts = key.split(".")
+  if not sep or not all(parts):
+    raise ConfigError(f"override {text!r}: write --config.a.b=value")
+  node = raw
+  for part in parts[:-1]:
+    if node.get(part) is None:
+      node[part] = {}
+    node = node[part]
+    if not isinstance(node, dict):
+      raise ConfigError(f"{key}: {part!r} is a value, not a group of keys")
+  try:
+    node[parts[-1]] = ast.literal_eval(value)
+  except (ValueError, SyntaxError, TypeError):
+    node[parts[-1]] = {"true": True, "false": False}.get(value, value)
+
+
+def _build(cls: type, raw: Any, path: str, faults: list[str]) -> Any:
+  """A dataclass from a dict; faults are added to the list, not raised."""
+  hints, names = _hints(cls), _names(cls)
+  if not isinstance(raw, Mapping):
+    faults.append(
+      f"{path or 'config'}: {raw!r} is not a group of keys; write a dict with "
+      + ", ".join(names)
+    )
+    return None
+  prefix = f"{path}." if path else ""
+  values = {}
+  for key, value in raw.items():
+    if key in hints:
+      values[key] = _typed(hints[key], value, f"{prefix}{key}", faults)
+    else:
+      faults.append(_unknown(f"{prefix}{key}", str(key), names))
+  for field in dataclasses.fields(cls):
+    here = f"{prefix}{field.name}"
+    if field.name in values:
+      _check_bounds(field, values[field.name], here, faults)
+    elif _required(field):
+      faults.append(f"{here}: missing; add {_describe(hints[field.name])}")
+      values[field.name] = None
+  return cls(**values)
+
+
+def _required(field: dataclasses.Field) -> bool:
+  missing = dataclasses.MISSING
+  return field.default is missing and field.default_factory is missing
+
+
+def _unknown(path: str, key: str, allowed: Sequence[str]) -> str:
+  """The message; it names the nearest key here, or the place of this one."""
+  close = difflib.get_close_matches(key.replace("-", "_"), allowed, n=1)
+  places = [] if close else _places(key)
+  if close:
+    fix = f"did you mean {close[0]!r}?"
+  elif places:
+    fix = f"did you mean {' or '.join(places)}?"
+  else:
+    fix = "remove it"
+  return f"{path}: unknown key; allowed are {', '.join(allowed)}; {fix}"
+
+
+def _places(key: str) -> list[str]:
+  """Where in the tree a key of that name, or of those initials, lives."""
+  found = []
+  for path in _paths(Config, ""):
+    name = path.rpartition(".")[2]
+    initials = "".join(word[:1] for word in name.split("_"))
+    if key == name or (len(key) > 1 and key == initials):
+      found.append(path)
+  return found
+
+
+def _paths(cls: type, prefix: str) -> list[str]:
+  paths = []
+  for name, hint in _hints(cls).items():
+    paths.append(f"{prefix}{name}")
+    args = [hint, *typing.get_args(hint)]
+    named = typing.get_origin(hint) is dict
+    for kind in filter(dataclasses.is_dataclass, args):
+      paths += _paths(kind, f"{prefix}{name}.{'NAME.' if named else ''}")
+  return paths
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+  return typing.get_type_hints(cls)
+
+
+def _names(cls: type) -> list[str]:
+  return [f.name for f in dataclasses.fields(cls)]
+
+
+def _describe(hint: Any) -> str:
+  origin, args = typing.get_origin(hint), typing.get_args(hint)
+  if origin is Literal:
+    return "one of " + ", ".join(repr(a) for a in args)
+  if origin is types.UnionType:
+    return " or ".join(_describe(a) for a in args)
+  if origin is dict:
+    return f"a dict of NAME: {_describe(args[1])}"
+  if origin is tuple:
+    return f"a list, each {_describe(args[0])}"
+  if dataclasses.is_dataclass(hint):
+    return "a dict with " + ", ".join(_names(hint))
+  words = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "True or False",
+    types.NoneType: "None",
+  }
+  return words.get(hint, "plain data (numbers, strings, lists, dicts)")
+
+
+def _typed(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
+  """The value as the hint has it; what does not fit becomes a fault."""
+  origin, args = typing.get_origin(hint), typing.get_args(hint)
+  if dataclasses.is_dataclass(hint):
+    return _build(hint, value, path, faults)
+  if origin is types.UnionType:
+    if value is None and types.NoneType in args:
+      return None
+    return _typed(args[0], value, path, faults)
+  if origin is dict and isinstance(value, Mapping):
+    return {
+      str(k): _typed(args[1], v, f"{path}.{k}", faults)
+      for k, v in value.items()
+    }
+  if origin is tuple and isinstance(value, (tuple, list)):
+    return tuple(_typed(args[0], v, path, faults) for v in value)
+  if not _fits(hint, value):
+    faults.append(f"{path}: {value!r} is not allowed; write {_describe(hint)}")
+  elif hint is float:
+    return float(value)
+  return value
+
+
+def _fits(hint: Any, value: Any) -> bool:
+  if typing.get_origin(hint) is Literal:
+    return value in typing.get_args(hint)
+  if hint is Any:
+    return _is_plain(value)
+  if isinstance(value, bool):
+    return hint is bool
+  if hint is float:
+    return isinstance(value, (int, float))
+  return isinstance(hint, type) and isinstance(value, hint)
+
+
+def _is_plain(value: Any) -> bool:
+  """Whether JSON holds it; a set has no order, a function no digest."""
+  if isinstance(value, Mapping):
+    return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+  if isinstance(value, (tuple, list)):
+    return all(_is_plain(v) for v in value)
+  if isinstance(value, float):
+    return math.isfinite(value)
+  return value is None or isinstance(value, (bool, int, str))
+
+
+def _check_bounds(
+  field: dataclasses.Field, value: Any, path: str, faults: list[str]
+) -> None:
+  if not field.metadata or not isinstance(value, (int, float)):
+    return
+  compare = {
+    ">=": lambda bound: value >= bound,
+    ">": lambda bound: value > bound,
+    "<=": lambda bound: value <= bound,
+    "<": lambda bound: value < bound,
+  }
+  bounds = {k: v for k, v in field.metadata.items() if v is not None}
+  if math.isfinite(value) and all(compare[k](v) for k, v in bounds.items()):
+    return
+  allowed = " and ".join(f"{k} {v:g}" for k, v in bounds.items())
+  faults.append(
+    f"{path}: {value!r} is out of range; write a finite value {allowed}"
+  )
+
+
+# -- checks across keys --------------------------------------------------------
+
+
+def check(config: Config, mode: Mode = "train") -> Config:
+  """Every check that needs two keys, or a name to be looked up.
+
+  Imports the named roles, orchestra and environment (none of which may import
+  anything heavy), so that a name or option that does not exist fails here.
+
+  Raises:
+    ConfigError: with every fault found, one line each.
+  """
+  faults: list[str] = []
+  for name in (*config.policies, *config.agents):
+    if not name.isidentifier():
+      faults.append(
+        f"{name!r}: not allowed as the name of a policy or agent; it becomes "
+        "part of metric and file names: write letters, digits and _"
+      )
+  for name, agent in config.agents.items():
+    faults += _check_agent(f"agents.{name}", agent, config, mode)
+  for name, policy in config.policies.items():
+    if not config.agents_of(name):
+      faults.append(
+        f"policies.{name}: no agent uses it; remove it, or set "
+        f"agents.NAME.policy={name!r}"
+      )
+    faults += _check_policy(f"policies.{name}", policy)
+  faults += _check_mode(config, mode)
+  faults += _check_tables(config)
+  faults += _check_parts(config, mode)
+  faults += _check_placement(config)
+  _raise(faults)
+  return config
+
+
+def _check_mode(config: Config, mode: Mode) -> list[str]:
+  faults = []
+  if mode != "eval" and not config.trained:
+    faults.append(
+      "policies: all are frozen, so nothing would be trained; set "
+      "frozen=False for one, or use --mode=eval"
+    )
+  if mode == "eval" and not (
+    config.eval.num_tasks or config.eval.final_num_tasks
+  ):
+    faults.append("eval.num_tasks: 0 evaluates nothing; write a value >= 1")
+  return faults
+
+
+def _check_agent(
+  path: str, agent: Agent, config: Config, mode: Mode
+) -> list[str]:
+  if agent.policy not in config.policies:
+    return [
+      f"{path}.policy: {agent.policy!r} is no policy; allowed are "
+      f"{', '.join(sorted(config.policies))}; add it to policies or rename"
+    ]
+  faults, policy = [], config.policies[agent.policy]
+  if agent.max_tokens >= policy.engine.max_length:
+    faults.append(
+      f"{path}.max_tokens: {agent.max_tokens} leaves no room for a prompt; "
+      f"write less than policies.{agent.policy}.engine.max_length="
+      f"{policy.engine.max_length}"
+    )
+  if mode == "train" and not policy.frozen and not agent.sampling.temperature:
+    faults.append(
+      f"{path}.sampling.temperature: 0 is greedy and teaches nothing; write a "
+      "value > 0 (eval.sampling may be greedy)"
+    )
+  try:
+    role = load_role(agent.role)
+  except ConfigError as e:
+    return [*faults, f"{path}.role: {e}"]
+  if agent.template not in role.templates:
+    faults.append(
+      f"{path}.template: {agent.template!r} is no template of {agent.role}; "
+      f"allowed are {', '.join(role.templates)}; rename it"
+    )
+  return faults + _check_options(f"{path}.options", role.parse, agent.options)
+
+
+def _check_policy(path: str, policy: Policy) -> list[str]:
+  faults, room = [], policy.engine.max_length
+  buckets = {
+    "engine.prefill_buckets": policy.engine.prefill_buckets,
+    "row_buckets": policy.row_buckets,
+  }
+  for key, lengths in buckets.items():
+    if list(lengths) != sorted(set(lengths)) or any(n < 1 for n in lengths):
+      faults.append(f"{path}.{key}: {lengths} must be rising lengths >= 1")
+    elif lengths and lengths[-1] > room:
+      faults.append(
+        f"{path}.{key}: {lengths[-1]} is more than engine.max_length={room}; "
+        "lower it"
+      )
+    elif lengths and key == "row_buckets" and lengths[-1] < room:
+      faults.append(
+        f"{path}.{key}: the last, {lengths[-1]}, cannot hold a row of "
+        f"engine.max_length={room}; add {room}"
+      )
+  return faults
+
+
+def _check_tables(config: Config) -> list[str]:
+  """The names of estimator and losses."""
+  rows = [("advantage", config.advantage.name, "advantages", "ESTIMATORS")]
+  rows += [
+    (f"policies.{name}.loss", policy.loss.name, "losses", "LOSSES")
+    for name, policy in config.policies.items()
+  ]
+  faults = []
+  for path, name, module, table in rows:
+    known = table_names(module, table)
+    if name not in known:
+      faults.append(
+        f"{path}.name: {name!r} not found; allowed are {', '.join(known)}; "
+        f"rename it, or add a row to {table} in {module}.py"
+      )
+  return faults
+
+
+def _check_parts(config: Config, mode: Mode) -> list[str]:
+  """Orchestra, environment and data sets: names and options."""
+  source, faults = config.data.source, []
+  parts = [
+    ("orchestra", "orchestras", "run", config.orchestra),
+    ("environment", "environments", "make", config.environment),
+    ("data.source", "datasets", "make", source),
+  ]
+  if config.eval.source is not None:
+    parts.append(("eval.source", "datasets", "make", config.eval.source))
+  for path, kind, name, part in parts:
+    try:
+      function = _function(kind, part.name, name)
+      faults += _check_options(f"{path}.options", function, part.options)
+    except ConfigError as e:
+      faults.append(f"{path}.name: {e}")
+  if mode == "sft" and not faults:
+    try:
+      function = _function("datasets", source.name, "demonstrations")
+      faults += _check_options("sft.options", function, config.sft.options)
+    except ConfigError as e:
+      faults.append(f"data.source.name: {e}, as --mode=sft needs it")
+  if not faults:
+    orchestra = load_module("orchestras", config.orchestra.name)
+    faults += _check_roles(orchestra.ROLES, config)
+  return faults
+
+
+def _function(kind: str, module: str, name: str) -> Callable:
+  """What a module of that kind must define."""
+  found = getattr(load_module(kind, module), name, None)
+  if found is None:
+    raise ConfigError(f"{module!r} has no {name}(); define it")
+  return found
+
+
+def _check_roles(roles: Sequence[str], config: Config) -> list[str]:
+  name = config.orchestra.name
+  return [
+    f"agents.{role}: missing; the orchestra {name!r} calls it: add an entry"
+    for role in roles
+    if role not in config.agents
+  ] + [
+    f"agents.{agent}: the orchestra {name!r} never calls it; allowed are "
+    f"{', '.join(roles)}; remove it"
+    for agent in config.agents
+    if agent not in roles
+  ]
+
+
+def _check_placement(config: Config) -> list[str]:
+  faults, placement = [], config.placement
+  for name, share in placement.shares.items():
+    path = f"placement.shares.{name}"
+    if name not in config.policies:
+      faults.append(_unknown(path, name, sorted(config.policies)))
+    if share < 1:
+      faults.append(f"{path}: {share} is out of range; write a value >= 1")
+  if placement.shares and placement.strategy == "shared":
+    faults.append(
+      "placement.shares: has no effect where strategy='shared'; remove it, or "
+      "write strategy='split' or 'columns'"
+    )
+  for key in ("train_mesh", "rollout_mesh"):
+    sizes = to_dict(getattr(placement, key))
+    if list(sizes.values()).count(0) > 1:
+      faults.append(
+        f"placement.{key}: {sizes} leaves more than one axis open; write 0 "
+        "for one of them"
+      )
+  return faults
+
+
+def _check_options(
+  path: str, function: Callable, options: Mapping[str, Any]
+) -> list[str]:
+  """Options are the keyword-only parameters of the function they reach.
+
+  Their types are checked where the annotation is a plain one or a Literal.
+  """
+  faults: list[str] = []
+  parameters = {
+    p.name: p
+    for p in inspect.signature(function).parameters.values()
+    if p.kind is p.KEYWORD_ONLY
+  }
+  hints = typing.get_type_hints(function)
+  for key, value in options.items():
+    if key not in parameters:
+      faults.append(
+        _unknown(f"{path}.{key}", key, list(parameters) or ["none"])
+      )
+    elif hints.get(key) in (int, float, str, bool) or (
+      typing.get_origin(hints.get(key)) is Literal
+    ):
+      _typed(hints[key], value, f"{path}.{key}", faults)
+  for key, parameter in parameters.items():
+    if parameter.default is parameter.empty and key not in options:
+      faults.append(f"{path}.{key}: missing; add it")
+  return faults
+
+
+# -- names to modules ----------------------------------------------------------
+
+
+def table_names(module: str, table: str) -> tuple[str, ...]:
+  """The keys of a table of functions, such as `losses.LOSSES`.
+
+  Read from the source: the config check must not import jax.
+  """
+  path = pathlib.Path(__file__).with_name(f"{module}.py")
+  for node in ast.parse(path.read_text()).body:
+    target = node.targets[0] if isinstance(node, ast.Assign) else None
+    target = node.target if isinstance(node, ast.AnnAssign) else target
+    if isinstance(target, ast.Name) and target.id == table:
+      return tuple(ast.literal_eval(key) for key in node.value.keys)
+  raise AssertionError(f"{module}.py has no table {table}")
+
+
+def load_module(kind: str, name: str) -> types.ModuleType:
+  """`drmas_jax.<kind>.<name>`, or a module of the user's own by dotted name.
+
+  Raises:
+    ConfigError: where there is neither; it lists those there are.
+  """
+  target = name if "." in name else f"{__package__}.{kind}.{name}"
+  if not all(part.isidentifier() for part in target.split(".")):
+    raise ConfigError(_not_found(kind, name))
+  try:
+    return importlib.import_module(target)
+  except ModuleNotFoundError as e:
+    if not f"{target}.".startswith(f"{e.name}."):
+      raise  # the module is there; something that it imports is not
+    raise ConfigError(_not_found(kind, name)) from e
+
+
+def _not_found(kind: str, name: str) -> str:
+  folder = pathlib.Path(__file__).parent / kind
+  known = sorted(
+    p.stem
+    for p in folder.glob("*.py")
+    if not p.stem.startswith("_") and p.stem != kind.removesuffix("s")
+  )
+  return (
+    f"{name!r} not found; allowed are {', '.join(known)}, or a module of your "
+    "own that Python can import, such as 'my_pkg.my_module'"
+  )
+
+
+def load_role(name: str) -> Any:
+  """The `agents.agent.Agent` value that "module.role" names."""
+  module_name, _, role = name.rpartition(".")
+  if not module_name:
+    raise ConfigError(f"{name!r} must be 'module.role', such as 'math.solver'")
+  module = load_module("agents", module_name)
+  kind = importlib.import_module(f"{__package__}.agents.agent").Agent
+  known = {n: v for n, v in vars(module).items() if isinstance(v, kind)}
+  if role not in known:
+    raise ConfigError(
+      f"{module_name!r} has no role {role!r}; allowed are {', '.join(known)}"
+    )
+  return known[role]

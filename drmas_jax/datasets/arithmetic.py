@@ -1,0 +1,210 @@
+r"""Generated arithmetic in several steps, for teams of tiny policies.
+
+    4+3*2-5 from left to right, modulo 10
+    4+3=7, 7*2=14 -> 4, 4-5=-1 -> 9                  answer 9
+
+All questions of one difficulty are numbered, and an affine permutation of the
+numbers (x -> a x + b mod N with a prime to N) scatters them over an index.
+The test split is the end of that index and the train split a part of the rest,
+so no question is in both.
+
+`demonstrations` plays a deliberately imperfect team on a task, for
+`--mode=sft`. A solver shows its steps, a verifier redoes them and then gives
+its verdict:
+
+    solver    7,4,\boxed{9}
+    verifier  7,4,9<verify>approve</verify>
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from drmas_jax.types import Task
+
+OPERATORS = "+-*"
+_MAX_TEST = 10_000
+
+
+class Arithmetic:
+  """One split; `source[i]` is a pure function of i and the options."""
+
+  name = "arithmetic"
+
+  def __init__(
+    self, split: str, num_operands: int, modulus: int, num_tasks: int
+  ):
+    self.num_operands, self.modulus = num_operands, modulus
+    self.num_questions = modulus**num_operands * len(OPERATORS) ** (
+      num_operands - 1
+    )
+    test = min(self.num_questions // 10, _MAX_TEST)
+    train = min(self.num_questions - test, num_tasks)
+    self._first = self.num_questions - test if split == "test" else 0
+    self._length = test if split == "test" else train
+    self._factor = _prime_to(self.num_questions)
+
+  def __len__(self) -> int:
+    return self._length
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    if not 0 <= index < self._length:
+      raise IndexError(f"index {index} is not in [0, {self._length})")
+    place = (self._first + index) * self._factor + 1
+    operands, operators = self._question(place % self.num_questions)
+    text = str(operands[0])
+    for operator, operand in zip(operators, operands[1:], strict=True):
+      text += f"{operator}{operand}"
+    info = {
+      "operands": operands,
+      "operators": operators,
+      "modulus": self.modulus,
+    }
+    return {
+      "question": f"{text} from left to right, modulo {self.modulus}",
+      "answer": str(_work(info)[-1]),
+      "info": info,
+    }
+
+  def _question(self, number: int) -> tuple[tuple[int, ...], str]:
+    """Question `number` of all, as digits in mixed radix."""
+    operands, operators = [], []
+    for _ in range(self.num_operands):
+      number, operand = divmod(number, self.modulus)
+      operands.append(operand)
+    for _ in range(self.num_operands - 1):
+      number, operator = divmod(number, len(OPERATORS))
+      operators.append(OPERATORS[operator])
+    return tuple(operands), "".join(operators)
+
+
+def make(
+  split: str,
+  *,
+  num_operands: int = 4,
+  modulus: int = 10,
+  num_tasks: int = 100_000,
+) -> Arithmetic:
+  """A split of the questions of one difficulty.
+
+  Args:
+    split: "train" or "test".
+    num_operands: numbers in a question; one less is the number of steps.
+    modulus: operands and every step's result are in [0, modulus).
+    num_tasks: most rows of the train split.
+  """
+  if split not in ("train", "test"):
+    raise ValueError(f"split={split!r} is not allowed; write 'train' or 'test'")
+  for field, value, low in (
+    ("num_operands", num_operands, 2),
+    ("modulus", modulus, 2),
+    ("num_tasks", num_tasks, 1),
+  ):
+    if value < low:
+      raise ValueError(f"{field}={value} is not allowed; write one >= {low}")
+  source = Arithmetic(split, num_operands, modulus, num_tasks)
+  if len(source) == 0:
+    raise ValueError(
+      f"modulus={modulus} with num_operands={num_operands} leaves no test "
+      "questions; raise one of them"
+    )
+  return source
+
+
+def _prime_to(n: int) -> int:
+  """A number prime to n near its golden section: neighbours land far apart."""
+  factor = max(1, int(n * 0.6180339887))
+  while math.gcd(factor, n) != 1:
+    factor += 1
+  return factor
+
+
+# -- demonstrations ------------------------------------------------------------
+
+
+class Demonstration(NamedTuple):
+  """A call as the orchestra makes it, `call(agent, *args)`, and its answer."""
+
+  args: tuple
+  completion: str
+
+
+def demonstrations(
+  task: Task,
+  rng: np.random.Generator,
+  *,
+  solver_noise: float = 0.25,
+  solver_slip: float = 0.6,
+  retry_noise: float = 0.25,
+  retry_slip: float = 0.6,
+  verifier_noise: float = 0.05,
+  verifier_flip: float = 0.02,
+) -> dict[str, list[Demonstration]]:
+  """One episode of an imperfect team, as `orchestras.math` plays two loops.
+
+  Args:
+    task: of this data set.
+    rng: the source of all chance.
+    solver_noise: chance that a step's result is a random number.
+    solver_slip: chance that a product comes out one too high. A systematic
+      error, so that even the likeliest completion has something to learn.
+    retry_noise: `solver_noise` of the solution that follows a rejection.
+    retry_slip: `solver_slip` of that solution.
+    verifier_noise: chance that a step the verifier redoes is a random number.
+    verifier_flip: chance of the verdict that its own result speaks against.
+
+  Returns:
+    Demonstrations by agent, in the order of the calls.
+  """
+  steps = _work(task.info, rng, solver_noise, solver_slip)
+  solution = _solution(steps)
+  calls = {
+    "solver": [Demonstration((task, ()), solution)],
+    "verifier": [],
+  }
+  said = (("solver", solution),)
+  redone = _work(task.info, rng, verifier_noise)
+  approved = (redone[-1] == steps[-1]) != (rng.random() < verifier_flip)
+  verdict = _judgement(redone, approved)
+  calls["verifier"].append(Demonstration((task, said), verdict))
+  if not approved:
+    said += (("verifier", verdict),)
+    again = _work(task.info, rng, retry_noise, retry_slip)
+    calls["solver"].append(Demonstration((task, said), _solution(again)))
+  return calls
+
+
+def _work(
+  info: dict[str, Any],
+  rng: np.random.Generator | None = None,
+  noise: float = 0.0,
+  slip: float = 0.0,
+) -> list[int]:
+  """Each step's result; an error is carried on. Without `rng`: no errors."""
+  modulus, value = info["modulus"], info["operands"][0]
+  results = []
+  for operator, operand in zip(
+    info["operators"], info["operands"][1:], strict=True
+  ):
+    value = {
+      "+": value + operand,
+      "-": value - operand,
+      "*": value * operand,
+    }[operator] % modulus
+    if rng is not None and rng.random() < noise:
+      value = int(rng.integers(modulus))
+    elif rng is not None and operator == "*" and rng.random() < slip:
+      value = (value + 1) % modulus
+    results.append(value)
+  return results
+
+
+def _solution(steps: list[int]) -> str:
+  shown = "".join(f"{value}," for value in steps[:-1])
+  return f"{shown}\\boxed{{{steps[-1]}}}"
+
+
+def _judgement(steps: list[int], approved: bool) -> str:
+  verdict = "approve" if approved else "reject"
+  return f"{','.join(map(str, steps))}<verify>{verdict}</verify>"

@@ -1,0 +1,99 @@
+"""Held-out evaluation: k episodes of every task; avg@k and pass@k."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from drmas_jax import config as config_lib
+from drmas_jax import hosts, metrics, rewards
+from drmas_jax.rollout import Rollout
+from drmas_jax.types import Group, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """What the team did on the held-out tasks.
+
+  Attributes:
+    groups: the episodes of this host.
+    success: [P, k] of all hosts.
+    ok: [P, k], False where an episode failed.
+    scalars: means by agent, of this host.
+  """
+
+  groups: list[Group]
+  success: np.ndarray
+  ok: np.ndarray
+  scalars: dict[str, float]
+
+  def summary(self) -> dict[str, metrics.Interval]:
+    """{"avg@k": (mean, low, high), "pass@k": ..}; empty if all failed."""
+    k = self.success.shape[1]
+    if not self.ok.any():
+      return {}
+    result = {f"avg@{k}": metrics.avg_at_k(self.success, self.ok)}
+    if self.ok.all(axis=1).any():
+      result[f"pass@{k}"] = metrics.pass_at_k(self.success, k, self.ok)
+    return result
+
+  @property
+  def score(self) -> float | None:
+    """avg@k, by which the best checkpoint is chosen."""
+    for name, (mean, _, _) in self.summary().items():
+      if name.startswith("avg@"):
+        return mean
+    return None
+
+  def metrics(self) -> dict[str, float]:
+    """Numbers for the writers, all under eval/."""
+    found = {name: mean for name, (mean, _, _) in self.summary().items()}
+    return {f"eval/{name}": v for name, v in (found | self.scalars).items()}
+
+
+def run(
+  rollout: Rollout,
+  tasks: Sequence[Task],
+  config: config_lib.Config,
+  key: jax.Array,
+) -> Evaluation:
+  """Plays the tasks, each host its share.
+
+  Args:
+    rollout: with samplers that hold the weights.
+    tasks: the held-out ones, the same on every host.
+    config: of the run.
+    key: of purpose "eval", so that every evaluation draws the same numbers.
+  """
+  own = hosts.share(tasks)
+  groups = rollout.collect(own, config.eval.k, key, config.eval.sampling)
+  counts = hosts.agree(
+    "eval",
+    {
+      "ok": [[rewards.ok(e) for e in g.episodes] for g in groups],
+      "won": [
+        [rewards.ok(e) and e.outcome.won for e in g.episodes] for g in groups
+      ],
+    },
+    config.placement.timeout_s,
+  )
+  rows = rewards.row_scores(
+    groups, {n: a.invalid_penalty for n, a in config.agents.items()}
+  )
+  return Evaluation(
+    groups=groups,
+    success=_interleave([c["won"] for c in counts], config.eval.k),
+    ok=_interleave([c["ok"] for c in counts], config.eval.k),
+    scalars=metrics.rollout(groups, rows, config.agent_names),
+  )
+
+
+def _interleave(shares: list[Any], k: int) -> np.ndarray:
+  """The hosts' shares (`hosts.share`) in the order of the tasks."""
+  total = sum(len(s) for s in shares)
+  whole = np.zeros([total, k], bool)
+  for host, share in enumerate(shares):
+    whole[host :: len(shares)] = np.asarray(share, bool).reshape(-1, k)
+  return whole

@@ -1,0 +1,109 @@
+"""The command: flags, distributed start, config -> train | eval | sft.
+
+    python -m drmas_jax.main --config configs/math_tiny.py
+        [--workdir DIR] [--mode train|eval|sft] [--config.a.b=value ..]
+
+Exit codes: 0 done; 2 the config, the checkpoint or the plan is wrong (one
+message, before any device work where possible); 3 the run cannot go on; 130
+Ctrl-C and 143 SIGTERM, after saving; 70 another process is gone or stuck (134,
+from jax itself, where process 0 was killed).
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+
+from drmas_jax import config as config_lib
+from drmas_jax.types import RunError
+
+_START = time.monotonic()
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="python -m drmas_jax.main",
+    description="Reinforcement learning of multi-agent LLM teams (Dr. MAS).",
+    epilog="Any key of the config: --config.steps=3, "
+    "--config.policies.solver.optimizer.learning_rate=1e-4",
+    allow_abbrev=False,
+  )
+  parser.add_argument("--config", required=True, help="file with get_config()")
+  parser.add_argument(
+    "--workdir",
+    help="folder of the run; the default is runs/<config>; a run that is there "
+    "already is resumed",
+  )
+  parser.add_argument(
+    "--mode", default="train", choices=("train", "eval", "sft")
+  )
+  parser.add_argument(
+    "--allow_change",
+    action="append",
+    default=[],
+    metavar="KEY",
+    help="a config key that may differ from the checkpoint's on resume",
+  )
+  hosts = parser.add_argument_group("several processes")
+  hosts.add_argument(
+    "--coordinator_address", help="host:port of process 0, or auto"
+  )
+  hosts.add_argument("--num_processes", type=int)
+  hosts.add_argument("--process_id", type=int)
+  return parser
+
+
+def _overrides(extra: Sequence[str]) -> list[str]:
+  """`--config.a.b=v` and `--config.a.b v` as `a.b=v`."""
+  found, rest = [], list(extra)
+  while rest:
+    text = rest.pop(0)
+    if not text.startswith("--config."):
+      raise config_lib.ConfigError(
+        f"{text}: unknown flag; see --help, or write --config.a.b=value"
+      )
+    if "=" not in text and rest and not rest[0].startswith("--"):
+      text = f"{text}={rest.pop(0)}"
+    found.append(text.removeprefix("--config."))
+  return found
+
+
+def _compile_cache() -> None:
+  """Compiled programs are kept in the user's cache folder by default."""
+  home = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+  os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(home / "drmas_jax" / "xla")
+  )
+  os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Returns the exit code."""
+  args, extra = _parser().parse_known_args(argv)
+  try:
+    config = config_lib.read(args.config, _overrides(extra))
+    workdir = args.workdir or f"runs/{pathlib.Path(args.config).stem}"
+    _compile_cache()
+    # Heavy from here on: --help and a wrong config never get this far.
+    from drmas_jax import coordinator
+
+    return coordinator.main(
+      config,
+      pathlib.Path(workdir),
+      mode=args.mode,
+      allow_change=args.allow_change,
+      processes=(args.coordinator_address, args.num_processes, args.process_id),
+      start=_START,
+    )
+  except config_lib.ConfigError as e:
+    print(f"drmas_jax: {e}", file=sys.stderr)
+    return 2
+  except RunError as e:
+    print(f"drmas_jax: {e}", file=sys.stderr)
+    return 3
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,142 @@
+"""The arithmetic of a decoder layer: arrays in, arrays out, no parameters.
+
+Products run in the dtype of the activations; norms, rotary embedding and
+softmax in float32. Two shapes are chosen for XLA's CPU code and cost nothing
+elsewhere: products on flattened [B*T, D] rows, and grouped-query attention as
+[G*T, C] x [C, S] per row and kv head (no repeated keys, no 5-d einsum). Here
+G is the number of query heads per kv head.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """Llama 3's stretching of the low rotary frequencies (`rope_type` llama3)."""
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_max_positions: int
+
+
+def rms_norm(
+  x: Float[Array, "*dims D"], scale: Float[Array, " D"], eps: float
+) -> Float[Array, "*dims D"]:
+  """x / sqrt(mean(x^2) + eps) * scale."""
+  y = x.astype(jnp.float32)
+  y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+  return (y * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def product(
+  x: Float[Array, "*dims"], w: Float[Array, "*dims"], num_in: int = 1
+) -> Float[Array, "*dims"]:
+  """Contracts the last `num_in` dims of x [B, T, *in] with w [*in, *out].
+
+  float32 means float32 on every backend: a TPU would otherwise round to
+  bfloat16 and a GPU to TF32.
+  """
+  rows, size = x.shape[:2], math.prod(w.shape[:num_in])
+  y = jnp.dot(
+    x.reshape(-1, size),
+    w.astype(x.dtype).reshape(size, -1),
+    precision=precision(x.dtype),
+  )
+  return y.reshape(*rows, *w.shape[num_in:])
+
+
+def precision(dtype: jnp.dtype) -> jax.lax.Precision:
+  if dtype == jnp.float32:
+    return jax.lax.Precision.HIGHEST
+  return jax.lax.Precision.DEFAULT
+
+
+def rope_angles(
+  positions: Int[Array, "B T"],
+  head_dim: int,
+  theta: float,
+  scaling: RopeScaling | None,
+) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
+  """Sine and cosine of position * theta^(-2i/C), for i < C/2.
+
+  With `scaling`, a frequency whose wavelength is longer than original_max /
+  low_freq_factor is divided by factor, one shorter than original_max /
+  high_freq_factor is kept, and in between the two are mixed linearly in
+  original_max / wavelength (Llama 3.1).
+  """
+  exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+  freqs = 1.0 / theta**exponents
+  if scaling is not None:
+    turns = scaling.original_max_positions * freqs / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    freqs = keep * freqs + (1 - keep) * freqs / scaling.factor
+  angles = positions[:, :, None, None].astype(jnp.float32) * freqs
+  return jnp.sin(angles), jnp.cos(angles)
+
+
+def rope(
+  x: Float[Array, "B T N C"],
+  sin: Float[Array, "B T 1 half"],
+  cos: Float[Array, "B T 1 half"],
+) -> Float[Array, "B T N C"]:
+  """Rotates the pairs (x[i], x[i + C/2]) by their angles."""
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  y = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return y.astype(x.dtype)
+
+
+def attend(
+  q: Float[Array, "B T H C"],
+  keys: Float[Array, "B K C S"],
+  values: Float[Array, "B K S C"],
+  mask: Bool[Array, "B T S"],
+) -> Float[Array, "B T H C"]:
+  """softmax(q k / sqrt(C)) v, each group of H / K query heads on its kv head.
+
+  Every token must see at least one entry (itself).
+  """
+  rows, num_tokens, num_heads, head_dim = q.shape
+  kv_heads, length = values.shape[1:3]
+  group = num_heads // kv_heads
+  exact = precision(q.dtype)
+  q = q.reshape(rows, num_tokens, kv_heads, group, head_dim)
+  q = q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, head_dim)
+  scores = jnp.matmul(
+    q, keys, precision=exact, preferred_element_type=jnp.float32
+  ).reshape(rows, kv_heads, group, num_tokens, length)
+  scores = jnp.where(
+    mask[:, None, None],
+    scores * head_dim**-0.5,
+    jnp.finfo(jnp.float32).min,
+  )
+  weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+  weights = weights.reshape(rows, kv_heads, -1, length)
+  out = jnp.matmul(weights, values, precision=exact)
+  out = out.reshape(rows, kv_heads, group, num_tokens, head_dim)
+  return out.transpose(0, 3, 1, 2, 4).reshape(
+    rows, num_tokens, num_heads, head_dim
+  )
+
+
+def append(
+  cache: dict[str, Array],
+  k: Float[Array, "B T K C"],
+  v: Float[Array, "B T K C"],
+  positions: Int[Array, "B T"],
+) -> dict[str, Array]:
+  """Writes keys and values at `positions`; what falls outside is dropped."""
+  rows = jnp.arange(k.shape[0])[:, None]
+  # Positions of a row are contiguous, so no entry is written twice.
+  put = {"mode": "drop", "unique_indices": True}
+  keys, values = cache["keys"], cache["values"]
+  return {
+    "keys": keys.at[rows, :, :, positions].set(k.astype(keys.dtype), **put),
+    "values": values.at[rows, :, positions].set(v.astype(values.dtype), **put),
+  }

@@ -1,0 +1,119 @@
+"""Llama 3 and what is built like it (Llama-3.2, SmolLM2).
+
+Source of names and keys: transformers, models/llama.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from drmas_jax.models.layers import RopeScaling
+from drmas_jax.models.transformer import DecoderConfig
+
+ARCHITECTURE = "LlamaForCausalLM"
+MODEL_TYPE = "llama"
+
+_UNSUPPORTED = {
+  "attention_bias": False,
+  "mlp_bias": False,
+  "hidden_act": "silu",
+  "use_sliding_window": False,
+}
+
+
+def names(config: DecoderConfig) -> dict[str, str]:
+  """Parameter -> tensor name; {} is the layer's number."""
+  del config
+  layer, attention = "model.layers.{}.", "model.layers.{}.self_attn."
+  return {
+    "embedding": "model.embed_tokens.weight",
+    "layers/attention_norm": layer + "input_layernorm.weight",
+    "layers/attention/q": attention + "q_proj.weight",
+    "layers/attention/k": attention + "k_proj.weight",
+    "layers/attention/v": attention + "v_proj.weight",
+    "layers/attention/o": attention + "o_proj.weight",
+    "layers/mlp_norm": layer + "post_attention_layernorm.weight",
+    "layers/mlp/gate": layer + "mlp.gate_proj.weight",
+    "layers/mlp/up": layer + "mlp.up_proj.weight",
+    "layers/mlp/down": layer + "mlp.down_proj.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+  }
+
+
+def read(raw: Mapping[str, Any]) -> DecoderConfig:
+  """From the keys of a config.json.
+
+  Raises:
+    KeyError: a size is missing.
+    ValueError: a switch asks for what the decoder does not do.
+  """
+  for key, allowed in _UNSUPPORTED.items():
+    if raw.get(key, allowed) != allowed:
+      raise ValueError(
+        f"{key}: {raw[key]!r} is not supported, only {allowed!r}"
+      )
+  heads, embed_dim = raw["num_attention_heads"], raw["hidden_size"]
+  theta, scaling = _read_rope(raw)
+  return DecoderConfig(
+    family="llama3",
+    vocab_size=raw["vocab_size"],
+    embed_dim=embed_dim,
+    num_layers=raw["num_hidden_layers"],
+    num_heads=heads,
+    num_kv_heads=raw.get("num_key_value_heads") or heads,
+    head_dim=raw.get("head_dim") or embed_dim // heads,
+    mlp_dim=raw["intermediate_size"],
+    max_positions=raw["max_position_embeddings"],
+    rope_theta=theta,
+    rope_scaling=scaling,
+    norm_eps=raw["rms_norm_eps"],
+    tied=raw.get("tie_word_embeddings", False),
+  )
+
+
+def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+  """transformers 5 keeps all of it in `rope_parameters`, 4 in two keys."""
+  rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+  theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+  kind = rope.get("rope_type") or rope.get("type") or "default"
+  if kind == "default":
+    return theta, None
+  if kind != "llama3":
+    raise ValueError(
+      f"rope_type: {kind!r} is not supported, only 'default' and 'llama3'"
+    )
+  return theta, RopeScaling(
+    factor=rope["factor"],
+    low_freq_factor=rope["low_freq_factor"],
+    high_freq_factor=rope["high_freq_factor"],
+    original_max_positions=rope["original_max_position_embeddings"],
+  )
+
+
+def write(config: DecoderConfig) -> dict[str, Any]:
+  """The keys of a config.json, as transformers 4 and 5 read them."""
+  scaling = config.rope_scaling
+  return {
+    "architectures": [ARCHITECTURE],
+    "model_type": MODEL_TYPE,
+    "vocab_size": config.vocab_size,
+    "hidden_size": config.embed_dim,
+    "num_hidden_layers": config.num_layers,
+    "num_attention_heads": config.num_heads,
+    "num_key_value_heads": config.num_kv_heads,
+    "head_dim": config.head_dim,
+    "intermediate_size": config.mlp_dim,
+    "max_position_embeddings": config.max_positions,
+    "rope_theta": config.rope_theta,
+    "rope_scaling": scaling
+    and {
+      "rope_type": "llama3",
+      "factor": scaling.factor,
+      "low_freq_factor": scaling.low_freq_factor,
+      "high_freq_factor": scaling.high_freq_factor,
+      "original_max_position_embeddings": scaling.original_max_positions,
+    },
+    "rms_norm_eps": config.norm_eps,
+    "tie_word_embeddings": config.tied,
+    "hidden_act": "silu",
+  }

@@ -1,0 +1,1 @@
+"""Policies small enough to be shipped and trained on two CPU cores."""

@@ -1,0 +1,395 @@
+"""The one decoder: llama, qwen2 and qwen3 are settings of it.
+
+`forward(params, inputs, cache)` is all that learner and engine receive. Params
+are a plain tree of arrays:
+
+    embedding        [V, D]
+    layers           {attention: .., mlp: .., *_norm: ..}, stacked [L, ..]
+    final_norm       [D]
+    head             [D, V], unless tied to the embedding
+
+A layer's parameters are declared by `_param`: name, shape, logical axes and
+init on one line. sharding.py lays the axes on a mesh.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from drmas_jax import sharding
+from drmas_jax.models import layers
+from drmas_jax.models.layers import RopeScaling
+
+Params = dict[str, Any]
+Cache = list[dict[str, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+  """Sizes and switches of a decoder; hashable, so a static argument.
+
+  Attributes:
+    family: name of the family's file; it says how the weights are stored.
+    vocab_size: rows of the embedding, padded ones included.
+    max_positions: longest sequence that the checkpoint claims to handle.
+    compute_dtype: "float32" or "bfloat16", of activations.
+    remat: recompute a layer's activations in the backward pass.
+    unroll: layers per iteration of the training scan; 0 lets the backend
+      decide (`_unroll`).
+  """
+
+  family: str
+  vocab_size: int
+  embed_dim: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  mlp_dim: int
+  max_positions: int
+  rope_theta: float = 10_000.0
+  rope_scaling: RopeScaling | None = None
+  norm_eps: float = 1e-6
+  tied: bool = False
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  compute_dtype: str = "float32"
+  remat: bool = False
+  unroll: int = 0
+
+
+class Inputs(NamedTuple):
+  """What a forward pass reads of its rows.
+
+  Attributes:
+    tokens: [B, T] int32.
+    positions: [B, T] int32, within the segment.
+    segment_ids: [B, T] int32, 0 for padding; not read where there is a cache.
+    policy_index: [B] int32, the adapter of a row; 0 until adapters exist.
+  """
+
+  tokens: Int[Array, "B T"]
+  positions: Int[Array, "B T"]
+  segment_ids: Int[Array, "B T"]
+  policy_index: Int[Array, " B"]
+
+
+class View(NamedTuple):
+  """What all layers share of one forward pass.
+
+  Attributes:
+    positions: [B, T].
+    sin: [B, T, 1, C/2], rotary.
+    cos: [B, T, 1, C/2].
+    mask: [B, T, S], True where the token may look; S = T without a cache.
+  """
+
+  positions: jax.Array
+  sin: jax.Array
+  cos: jax.Array
+  mask: jax.Array
+
+
+# -- parameters ----------------------------------------------------------------
+
+_ones, _zeros = nn.initializers.ones, nn.initializers.zeros
+
+
+def _param(
+  module: nn.Module,
+  name: str,
+  shape: tuple[int, ...],
+  axes: sharding.Axes,
+  init: Callable | None = None,
+) -> jax.Array:
+  """Declares a parameter; without `init` it is normal, of variance 1/fan-in.
+
+  (A fixed deviation of 0.02, as in large models, leaves a narrow one untrained
+  for hundreds of steps.)
+  """
+  if init is None:
+    # A product's input is the embedding dim, or all dims before it.
+    inputs = shape[:1] if axes[0] == "embed" else shape[:-1]
+    width = shape[-1] if axes[0] == "vocab" else math.prod(inputs)
+    init = nn.initializers.normal(width**-0.5)
+  return module.param(
+    name, nn.with_logical_partitioning(init, axes), shape, jnp.float32
+  )
+
+
+class Attention(nn.Module):
+  """Rotary grouped-query attention over the row or over a cache."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, x, view, cache, mesh):
+    c = self.config
+    d, h, k, hd = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim
+    heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
+    w_q = _param(self, "q", (d, h, hd), ("embed", *heads))
+    w_k = _param(self, "k", (d, k, hd), ("embed", *kv_heads))
+    w_v = _param(self, "v", (d, k, hd), ("embed", *kv_heads))
+    w_o = _param(self, "o", (h, hd, d), (*heads, "embed"))
+    qkv = [layers.product(x, w) for w in (w_q, w_k, w_v)]
+    if c.qkv_bias:
+      biases = (
+        _param(self, "q_bias", (h, hd), heads, _zeros),
+        _param(self, "k_bias", (k, hd), kv_heads, _zeros),
+        _param(self, "v_bias", (k, hd), kv_heads, _zeros),
+      )
+      qkv = [y + b.astype(y.dtype) for y, b in zip(qkv, biases, strict=True)]
+    q, k, v = qkv
+    if c.qk_norm:
+      q_scale = _param(self, "q_norm", (hd,), ("head_dim",), _ones)
+      k_scale = _param(self, "k_norm", (hd,), ("head_dim",), _ones)
+      q = layers.rms_norm(q, q_scale, c.norm_eps)
+      k = layers.rms_norm(k, k_scale, c.norm_eps)
+    q, k = (layers.rope(n, view.sin, view.cos) for n in (q, k))
+    q = sharding.constrain(q, ("batch", "length", *heads), mesh)
+    if cache is None:
+      keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    else:
+      cache = layers.append(cache, k, v, view.positions)
+      keys, values = (cache[n].astype(q.dtype) for n in ("keys", "values"))
+    out = layers.attend(q, keys, values, view.mask)
+    return layers.product(out, w_o, num_in=2), cache
+
+
+class Mlp(nn.Module):
+  """SwiGLU: (silu(x gate) * (x up)) down."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, x, mesh):
+    d, f = self.config.embed_dim, self.config.mlp_dim
+    gate = _param(self, "gate", (d, f), ("embed", "mlp"))
+    up = _param(self, "up", (d, f), ("embed", "mlp"))
+    down = _param(self, "down", (f, d), ("mlp", "embed"))
+    y = jax.nn.silu(layers.product(x, gate)) * layers.product(x, up)
+    y = sharding.constrain(y, ("batch", "length", "mlp"), mesh)
+    return layers.product(y, down)
+
+
+class Block(nn.Module):
+  """One layer, normed before attention and before the mlp."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, x, view, cache, mesh):
+    c = self.config
+    attention_norm = _param(
+      self, "attention_norm", (c.embed_dim,), ("embed",), _ones
+    )
+    mlp_norm = _param(self, "mlp_norm", (c.embed_dim,), ("embed",), _ones)
+    y = layers.rms_norm(x, attention_norm, c.norm_eps)
+    y, cache = Attention(c, name="attention")(y, view, cache, mesh)
+    x = sharding.constrain(x + y, ("batch", "length", None), mesh)
+    y = layers.rms_norm(x, mlp_norm, c.norm_eps)
+    x += Mlp(c, name="mlp")(y, mesh)
+    return sharding.constrain(x, ("batch", "length", None), mesh), cache
+
+
+class Ends(nn.Module):
+  """What stands before and after the layers."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self):
+    v, d = self.config.vocab_size, self.config.embed_dim
+    _param(self, "embedding", (v, d), ("vocab", "embed"))
+    _param(self, "final_norm", (d,), ("embed",), _ones)
+    if not self.config.tied:
+      _param(self, "head", (d, v), ("embed", "vocab"))
+
+
+def _declare(config: DecoderConfig, key: jax.Array) -> Params:
+  """The parameters, each in the box that carries its logical axes."""
+  ends_key, layers_key = jax.random.split(key)
+  zero = jnp.zeros((1, 1), jnp.int32)
+  view = _view(Inputs(zero, zero, zero, zero[0]), None, config)
+
+  def layer(key):
+    x = jnp.zeros((1, 1, config.embed_dim))
+    return Block(config).init(key, x, view, None, None)["params"]
+
+  stacked = jax.vmap(layer)(jax.random.split(layers_key, config.num_layers))
+  return {**Ends(config).init(ends_key)["params"], "layers": stacked}
+
+
+def init_params(config: DecoderConfig, key: jax.Array) -> Params:
+  """Random float32 parameters; jit it with out_shardings to lay them out."""
+  return nn.meta.unbox(_declare(config, key))
+
+
+def param_shapes(config: DecoderConfig) -> Params:
+  """The tree of parameters as ShapeDtypeStructs."""
+  return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
+def param_axes(config: DecoderConfig) -> Params:
+  """The tree of parameters as tuples of logical axes."""
+  boxes = jax.eval_shape(lambda: _declare(config, jax.random.key(0)))
+  axes = jax.tree.map(
+    lambda box: box.names,
+    boxes,
+    is_leaf=lambda x: isinstance(x, nn.meta.AxisMetadata),
+  )
+  axes["layers"] = jax.tree.map(
+    lambda names: ("layers", *names),
+    axes["layers"],
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+  return axes
+
+
+def unstack(params: Params) -> Params:
+  """The engine's layout: a list of layers in place of the stacked ones.
+
+  Decoding goes through the layers one by one; slices of stacked weights would
+  be copied in every call. With a cache `forward` takes either layout.
+  """
+  stacked = params["layers"]
+  num_layers = stacked["mlp_norm"].shape[0]
+  layered = [
+    jax.tree.map(lambda p, i=i: p[i], stacked) for i in range(num_layers)
+  ]
+  return {**params, "layers": layered}
+
+
+# -- cache ---------------------------------------------------------------------
+
+_CACHE_AXES = {
+  "keys": ("slots", "kv_heads", "head_dim", "length"),
+  "values": ("slots", "kv_heads", "length", "head_dim"),
+}
+
+
+def init_cache(
+  config: DecoderConfig, num_rows: int, length: int, dtype: Any
+) -> Cache:
+  """One entry a layer: keys [B, K, C, S] and values [B, K, S, C]."""
+  size = {
+    "slots": num_rows,
+    "kv_heads": config.num_kv_heads,
+    "head_dim": config.head_dim,
+    "length": length,
+  }
+  return [
+    {
+      name: jnp.zeros([size[a] for a in axes], dtype)
+      for name, axes in _CACHE_AXES.items()
+    }
+    for _ in range(config.num_layers)
+  ]
+
+
+def cache_axes(config: DecoderConfig) -> list[dict[str, sharding.Axes]]:
+  return [dict(_CACHE_AXES) for _ in range(config.num_layers)]
+
+
+# -- forward -------------------------------------------------------------------
+
+
+def forward(
+  params: Params,
+  inputs: Inputs,
+  cache: Cache | None = None,
+  *,
+  config: DecoderConfig,
+  mesh: Mesh | None = None,
+) -> tuple[Float[Array, "B T D"], Cache | None]:
+  """Hidden states after the final norm, in the compute dtype.
+
+  Without a cache a token sees the earlier tokens of its own segment, and
+  itself. With one, the T tokens of a row, at contiguous positions, are written
+  to the row's cache and token t then sees the entries s <= positions[b, t].
+  Later entries may hold any finite number: they are overwritten before they
+  are seen, so padding at the end of a prompt needs no mask. Writes beyond the
+  cache's length are dropped.
+
+  Args:
+    params: stacked; with a cache also as `unstack` returns them.
+    inputs: rows of T tokens; T = 1 in decoding.
+    cache: as `init_cache` makes it, or None.
+    config: sizes and switches.
+    mesh: where the activations are laid; None on one device.
+
+  Returns:
+    Hidden states and the updated cache.
+  """
+  view = _view(inputs, cache, config)
+  x = params["embedding"][inputs.tokens].astype(config.compute_dtype)
+  x = sharding.constrain(x, ("batch", "length", None), mesh)
+  if cache is None:
+    x = _scan(params["layers"], x, view, config, mesh)
+  else:
+    x, cache = _each(params, x, view, cache, config, mesh)
+  return layers.rms_norm(x, params["final_norm"], config.norm_eps), cache
+
+
+def _scan(stacked, x, view, config, mesh):
+  """The layers of a training pass."""
+
+  def step(x, layer):
+    return Block(config).apply({"params": layer}, x, view, None, mesh)
+
+  if config.remat:
+    step = jax.checkpoint(step, prevent_cse=False)
+  x, _ = jax.lax.scan(step, x, stacked, unroll=_unroll(config))
+  return x
+
+
+def _each(params, x, view, cache, config, mesh):
+  """The layers one by one: a scan would copy the caches in every step."""
+  if not isinstance(params["layers"], list):
+    params = unstack(params)
+  updated = []
+  for layer, entry in zip(params["layers"], cache, strict=True):
+    x, entry = Block(config).apply({"params": layer}, x, view, entry, mesh)
+    updated.append(entry)
+  return x, updated
+
+
+def _unroll(config: DecoderConfig) -> int:
+  """Layers per iteration of the scan.
+
+  XLA's CPU code gains a quarter from seeing several layers at once;
+  accelerators gain nothing and compile longer.
+  """
+  if config.unroll:
+    return config.unroll
+  return min(config.num_layers, 8) if jax.default_backend() == "cpu" else 1
+
+
+def _view(inputs: Inputs, cache: Cache | None, config: DecoderConfig) -> View:
+  positions = inputs.positions
+  if cache is None:
+    segments = inputs.segment_ids
+    order = jnp.arange(positions.shape[1])
+    # Padding sees padding, so that no softmax is over nothing.
+    mask = (segments[:, :, None] == segments[:, None, :]) & (
+      order[:, None] >= order[None, :]
+    )
+  else:
+    entries = jnp.arange(cache[0]["values"].shape[2])
+    mask = entries <= positions[:, :, None]
+  angles = layers.rope_angles(
+    positions, config.head_dim, config.rope_theta, config.rope_scaling
+  )
+  return View(positions, *angles, mask)
+
+
+def head(params: Params, config: DecoderConfig) -> Float[Array, "D V"]:
+  """The output weights, the transposed embedding where they are tied."""
+  return params["embedding"].T if config.tied else params["head"]

@@ -1,0 +1,463 @@
+"""Episodes as coroutines over samplers: the loop that plays a step's groups.
+
+One thread owns all devices and runs a plain loop: dispatch every sampler,
+harvest every sampler, advance the episodes that got an answer, in (task,
+episode, turn) order. Rewards that are coroutines run in one asyncio thread and
+come back through a queue, which is waited for, with a limit, only when no
+engine has work.
+"""
+
+import asyncio
+import dataclasses
+import inspect
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from drmas_jax import config as config_lib
+from drmas_jax.sampler import Completion, Request, Sampler
+from drmas_jax.types import (
+  CallRequest,
+  Episode,
+  Fault,
+  GatherRequest,
+  Group,
+  Outcome,
+  Reply,
+  Task,
+  TransientError,
+  Turn,
+  request,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+  """An agent of the team with its role looked up."""
+
+  name: str
+  role: Any
+  config: config_lib.Agent
+
+
+class Team:
+  """Agents, orchestra and environment of a config, ready to be run."""
+
+  def __init__(self, config: config_lib.Config):
+    self.members = {
+      name: Member(name, config_lib.load_role(agent.role), agent)
+      for name, agent in config.agents.items()
+    }
+    self.orchestra = config_lib.load_module("orchestras", config.orchestra.name)
+    self.orchestra_options = config.orchestra.options
+    environment = config_lib.load_module(
+      "environments", config.environment.name
+    )
+    self.environment = environment.make(**config.environment.options)
+    self.reward_timeout_s = config.environment.reward_timeout_s
+
+  def start(self, task: Task) -> Coroutine:
+    """The orchestra's coroutine for one episode."""
+    turns = itertools.count()
+
+    def call(agent: str, *args) -> Coroutine:
+      # The number is given here, not when the coroutine first runs.
+      return request(CallRequest(agent, args, next(turns)))
+
+    return self.orchestra.run(task, call, **self.orchestra_options)
+
+
+class _Strand:
+  """A coroutine of an episode: the orchestra's own, or a child of gather."""
+
+  def __init__(self, coro, parent: "_Strand | None" = None, place: int = 0):
+    self.coro, self.parent, self.place = coro, parent, place
+    self.results: list[Any] = []
+    self.missing = 0
+
+
+class _Play:
+  """An episode under way."""
+
+  def __init__(self, episode: Episode, root: _Strand):
+    self.episode = episode
+    self.root = root
+    self.waiting: dict[int, tuple[_Strand, CallRequest]] = {}
+    self.played = False  # the orchestra has returned
+    self.done = False  # scored, or failed
+
+  @property
+  def key(self) -> tuple[int, int]:
+    return (self.episode.task.position, self.episode.index)
+
+
+class _Io:
+  """One asyncio thread; what it finishes goes to a queue."""
+
+  def __init__(self):
+    self.finished: queue.SimpleQueue = queue.SimpleQueue()
+    self._loop = asyncio.new_event_loop()
+    self._thread = threading.Thread(
+      target=self._loop.run_forever, name="drmas-io", daemon=True
+    )
+    self._thread.start()
+
+  def run(self, tag: Any, awaitable: Any, timeout_s: float) -> None:
+    """Puts (tag, result or exception) on the queue within timeout_s."""
+
+    async def guarded():
+      try:
+        result = await asyncio.wait_for(awaitable, timeout_s)
+      except BaseException as e:  # it must come back as a value, whatever it is
+        result = e
+      self.finished.put((tag, result))
+
+    asyncio.run_coroutine_threadsafe(guarded(), self._loop)
+
+  def close(self) -> None:
+    self._loop.call_soon_threadsafe(self._loop.stop)
+    self._thread.join(timeout=5)
+
+
+class Rollout:
+  """Plays groups of episodes on the samplers of all policies."""
+
+  def __init__(
+    self,
+    team: Team,
+    samplers: Mapping[str, Sampler],
+    config: config_lib.Config,
+    heartbeat: Callable[[], None] = lambda: None,
+  ):
+    """`heartbeat` is called once a round: signals are looked at there."""
+    self.team = team
+    self.samplers = dict(samplers)
+    self.config = config
+    self._heartbeat = heartbeat
+    self._io: _Io | None = None
+
+  def collect(
+    self,
+    tasks: Sequence[Task],
+    group_size: int,
+    key: jax.Array,
+    sampling: config_lib.Sampling | None = None,
+  ) -> list[Group]:
+    """Plays group_size episodes of every task.
+
+    Args:
+      tasks: of different positions.
+      group_size: G.
+      key: root of the sampling; tokens depend on it, the task's position, the
+        episode, the turn and the weights, and on nothing else.
+      sampling: for all agents; None: each agent's own.
+
+    Returns:
+      One group a task, in order; episodes that failed are in it, marked so.
+    """
+    for sampler in self.samplers.values():
+      sampler.engine.key = key
+    groups = [
+      Group(task, [Episode(task, i) for i in range(group_size)])
+      for task in tasks
+    ]
+    return _Collection(self, groups, sampling).run()
+
+  @property
+  def io(self) -> _Io:
+    if self._io is None:
+      self._io = _Io()
+    return self._io
+
+  def close(self) -> None:
+    if self._io is not None:
+      self._io.close()
+      self._io = None
+
+
+class _Collection:
+  """The state of one `collect`."""
+
+  def __init__(self, rollout: Rollout, groups: list[Group], sampling):
+    self.rollout = rollout
+    self.team = rollout.team
+    self.samplers = rollout.samplers
+    self.groups = groups
+    self.sampling = sampling
+    self.group_size = len(groups[0].episodes) if groups else 0
+    self.scoring = 0  # awaitables in the I/O thread
+    self.plays: dict[tuple[int, int], _Play] = {}
+    self.group_of = {g.task.position: g for g in groups}
+
+  def run(self) -> list[Group]:
+    for group in self.groups:
+      for episode in group.episodes:
+        root = _Strand(self.team.start(group.task))
+        play = _Play(episode, root)
+        self.plays[play.key] = play
+    try:
+      for play in list(self.plays.values()):
+        self._advance(play, play.root, None)
+      while not all(p.done for p in self.plays.values()):
+        self._round()
+    except BaseException:
+      self._abandon()
+      raise
+    return self.groups
+
+  def _round(self) -> None:
+    self.rollout._heartbeat()
+    samplers = self.samplers.values()
+    for sampler in samplers:
+      sampler.dispatch()
+    completions = [c for s in samplers for c in s.harvest()]
+    for completion in sorted(completions, key=lambda c: c.request.id):
+      self._answer(completion)
+    wait = not any(s.busy for s in samplers)
+    self._collect_io(wait)
+
+  def _collect_io(self, wait: bool) -> None:
+    """Takes what the I/O thread finished; waits if nothing else is to do."""
+    while self.scoring:
+      try:
+        # Every awaitable has a time limit of its own; this one only lets
+        # signals through.
+        (owner, plays), result = self.rollout.io.finished.get(
+          block=wait, timeout=1.0
+        )
+      except queue.Empty:
+        return
+      if owner is self:  # and not of an earlier, abandoned rollout
+        self.scoring -= 1
+        self._scored(plays, result)
+      wait = False
+
+  # -- turns -------------------------------------------------------------------
+
+  def _advance(self, play: _Play, strand: _Strand, value: Any) -> None:
+    """Runs a coroutine to its next request, or to its end."""
+    try:
+      asked = strand.coro.send(value)
+    except StopIteration as stop:
+      self._finish(play, strand, stop.value)
+      return
+    except TransientError as e:
+      self._fail(play, Fault("orchestra", str(e)))
+      return
+    except Exception as e:
+      e.add_note(_where(play.episode))
+      raise
+    if isinstance(asked, CallRequest):
+      self._call(play, strand, asked)
+    elif isinstance(asked, GatherRequest):
+      strand.results = [None] * len(asked.children)
+      strand.missing = len(asked.children)
+      if not asked.children:
+        self._advance(play, strand, [])
+      for place, child in enumerate(asked.children):
+        if not play.done:
+          self._advance(play, _Strand(child, strand, place), None)
+    else:
+      raise TypeError(
+        f"an orchestra awaited {asked!r}; allowed are call(..) and "
+        f"gather(..); {_where(play.episode)}"
+      )
+
+  def _finish(self, play: _Play, strand: _Strand, value: Any) -> None:
+    parent = strand.parent
+    if parent is None:
+      play.episode.action = value
+      self._score(play)
+      return
+    parent.results[strand.place] = value
+    parent.missing -= 1
+    if not parent.missing:
+      self._advance(play, parent, parent.results)
+
+  def _call(self, play: _Play, strand: _Strand, asked: CallRequest) -> None:
+    if asked.agent not in self.team.members:
+      raise ValueError(
+        f"the orchestra called {asked.agent!r}; allowed are "
+        f"{', '.join(self.team.members)}; add it to agents"
+      )
+    member = self.team.members[asked.agent]
+    sampler = self.samplers[member.config.policy]
+    messages = member.role.messages(member.config.template, *asked.args)
+    prompt = sampler.tokenizer.encode_chat(messages)
+    play.waiting[asked.turn] = (strand, asked)
+    first = asked.turn == 0 and strand is play.root
+    sampler.submit(
+      Request(
+        id=(*play.key, asked.turn),
+        prompt_ids=prompt,
+        max_tokens=member.config.max_tokens,
+        sampling=self.sampling or member.config.sampling,
+        closes=member.role.closes,
+        shared_by=self.group_size if first else 1,
+        deadline=time.monotonic() + self.rollout.config.rollout.turn_timeout_s,
+      )
+    )
+
+  def _answer(self, completion: Completion) -> None:
+    position, episode, turn_index = completion.request.id
+    play = self.plays[position, episode]
+    if play.done:
+      return
+    strand, asked = play.waiting.pop(turn_index)
+    member = self.team.members[asked.agent]
+    reply = self._parse(play, member, completion)
+    play.episode.turns.append(
+      Turn(
+        agent=asked.agent,
+        policy=member.config.policy,
+        index=turn_index,
+        prompt_ids=completion.request.prompt_ids,
+        completion_ids=completion.ids,
+        sampler_logprobs=completion.logprobs,
+        log_kept_mass=completion.log_kept_mass,
+        stop_reason=completion.stop_reason,
+        policy_version=completion.version,
+        valid=reply is not None and reply.valid,
+        text=completion.text,
+        reply=reply,
+        fault=completion.fault,
+      )
+    )
+    if completion.fault is not None:
+      self._fail(play, completion.fault)
+    elif not play.done:
+      self._advance(play, strand, reply)
+
+  def _parse(
+    self, play: _Play, member: Member, completion: Completion
+  ) -> Reply | None:
+    if completion.fault is not None:
+      return None
+    try:
+      return member.role.parse(
+        completion.text, completion.stop_reason, **member.config.options
+      )
+    except Exception as e:
+      e.add_note(f"parsing a turn of {member.name!r}; {_where(play.episode)}")
+      raise
+
+  # -- rewards -----------------------------------------------------------------
+
+  def _score(self, play: _Play) -> None:
+    play.episode.turns.sort(key=lambda t: t.index)
+    play.played = True
+    environment = self.team.environment
+    task = play.episode.task
+    if environment.scores_groups:
+      self._score_group(task)
+    else:
+      self._ask([play], lambda: environment.score(task, play.episode))
+
+  def _score_group(self, task: Task) -> None:
+    """Once all episodes of the task are played; those that failed stay out."""
+    plays = [
+      self.plays[task.position, e.index]
+      for e in self.group_of[task.position].episodes
+    ]
+    good = [p for p in plays if p.episode.status == "ok"]
+    if good and all(p.played or p.done for p in plays):
+      group = Group(task, [p.episode for p in good])
+      self._ask(good, lambda: self.team.environment.score_group(group))
+
+  def _ask(self, plays: list[_Play], score: Callable[[], Any]) -> None:
+    """Scores plays now, or in the I/O thread where that takes waiting."""
+    try:
+      result = score()
+    except TransientError as e:
+      result = e
+    except Exception as e:
+      e.add_note(f"scoring {_where(plays[0].episode)}")
+      raise
+    if inspect.isawaitable(result):
+      self.scoring += 1
+      self.rollout.io.run((self, plays), result, self.team.reward_timeout_s)
+    else:
+      self._scored(plays, result)
+
+  def _scored(self, plays: list[_Play], result: Any) -> None:
+    outcomes = result
+    if not self.team.environment.scores_groups:
+      outcomes = [result]
+    elif isinstance(result, BaseException) or len(result) != len(plays):
+      outcomes = [result] * len(plays)
+    for play, outcome in zip(plays, outcomes, strict=True):
+      play.done = True
+      if isinstance(outcome, Outcome):
+        play.episode.outcome = outcome
+      else:
+        play.episode.status = "failed"
+        play.episode.fault = _reward_fault(outcome)
+
+  def _fail(self, play: _Play, fault: Fault) -> None:
+    """Rule 6: the episode takes no part in statistics or loss."""
+    play.episode.status, play.episode.fault = "failed", fault
+    play.episode.turns.sort(key=lambda t: t.index)
+    play.done = True
+    for sampler in self.samplers.values():
+      sampler.cancel(lambda r: r.id[:2] == play.key)
+    _close(play)
+    if self.team.environment.scores_groups:
+      self._score_group(play.episode.task)
+
+  def _abandon(self) -> None:
+    """Frees every slot and coroutine; the groups are given up."""
+    for sampler in self.samplers.values():
+      sampler.cancel(lambda r: True)
+      sampler.harvest()
+    for play in self.plays.values():
+      if not play.done:
+        play.episode.status = "cancelled"
+        play.done = True
+        _close(play)
+
+
+def _close(play: _Play) -> None:
+  for strand, _ in play.waiting.values():
+    strand.coro.close()
+  play.root.coro.close()
+
+
+def _reward_fault(error: Any) -> Fault:
+  if isinstance(error, TimeoutError):
+    return Fault("reward", "past environment.reward_timeout_s", True)
+  if isinstance(error, BaseException):
+    return Fault("reward", f"{type(error).__name__}: {error}")
+  return Fault("reward", f"returned {error!r}; write a types.Outcome")
+
+
+def _where(episode: Episode) -> str:
+  task = episode.task
+  return f"task {task.source}[{task.index}], episode {episode.index}"
+
+
+def root_key(seed: int, purpose: str) -> jax.Array:
+  """The root of all keys of one purpose (DESIGN, decision 9)."""
+  purposes = ("init", "train", "eval", "study")
+  return jax.random.fold_in(
+    jax.random.key_data(jax.random.key(seed)), purposes.index(purpose)
+  )
+
+
+def count_tokens(groups: Sequence[Group]) -> int:
+  """Sampled tokens of all turns."""
+  return int(
+    np.sum(
+      [
+        len(t.completion_ids)
+        for g in groups
+        for e in g.episodes
+        for t in e.turns
+      ]
+    )
+  )

@@ -1,0 +1,83 @@
+"""ONE table: logical axis -> mesh axes; and the shardings made from it.
+
+Every parameter, cache array and batch names its dims by logical axes where it
+is declared. To lay one of them out differently, change a row here.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "tensor")
+
+RULES: dict[str | None, tuple[str, ...]] = {
+  "batch": ("data", "fsdp"),  # rows of a batch
+  "slots": ("data", "fsdp"),  # slots of an engine
+  "embed": ("fsdp",),
+  "vocab": ("tensor",),
+  "heads": ("tensor",),
+  "kv_heads": ("tensor",),
+  "mlp": ("tensor",),
+  "head_dim": (),
+  "layers": (),
+  "length": (),
+  None: (),
+}
+
+Axes = tuple[str | None, ...]
+
+
+def is_axes(x: Any) -> bool:
+  """A leaf of an axes tree: a plain tuple, where a state is a NamedTuple."""
+  return type(x) is tuple
+
+
+def spec(axes: Axes, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+  """The partition of an array; a dim that does not divide stays whole.
+
+  A mesh axis is used once: the first dim that can take it does.
+  """
+  used: set[str] = set()
+  parts: list[tuple[str, ...] | None] = []
+  for axis, size in zip(axes, shape, strict=True):
+    names = tuple(n for n in RULES[axis] if n not in used)
+    ways = 1
+    for name in names:
+      ways *= mesh.shape[name]
+    if ways == 1 or size % ways:
+      parts.append(None)
+      continue
+    used.update(names)
+    parts.append(names)
+  return PartitionSpec(*parts)
+
+
+def shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
+  """A tree of NamedSharding from a tree of axes tuples and one of shapes."""
+  return jax.tree.map(
+    lambda a, s: NamedSharding(mesh, spec(a, s.shape, mesh)),
+    axes,
+    shapes,
+    is_leaf=is_axes,
+  )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def rows(mesh: Mesh, ndim: int = 2, leading: int = 0) -> NamedSharding:
+  """Of a batch whose dim number `leading` counts rows."""
+  parts: list[Any] = [None] * ndim
+  parts[leading] = RULES["batch"]
+  return NamedSharding(mesh, PartitionSpec(*parts))
+
+
+def constrain(x: jax.Array, axes: Axes, mesh: Mesh | None) -> jax.Array:
+  """Pins an activation's layout; does nothing without a mesh."""
+  if mesh is None or mesh.size == 1:
+    return x
+  return jax.lax.with_sharding_constraint(
+    x, NamedSharding(mesh, spec(axes, x.shape, mesh))
+  )

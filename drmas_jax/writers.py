@@ -1,0 +1,636 @@
+"""What a run leaves for people: numbers, a progress line, episodes, a figure.
+
+    metrics.jsonl       one line a step
+    tensorboard/        the same as events
+    transcripts/*.jsonl whole episodes, bounded on disk
+    config.json summary.json report.png
+
+A writer has the methods of `clu.metric_writers.MetricWriter`, so that one of
+clu's can stand in any list of them (clu's own need TensorFlow, which is why
+these exist). Whole files are renamed into place; the two that grow are cut
+back to a checkpoint's step on resume.
+"""
+
+import collections
+import contextlib
+import json
+import math
+import os
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, TextIO
+
+import numpy as np
+
+from drmas_jax.types import Episode, Fault, Turn
+
+SCHEMA = 1  # of a line of the transcripts
+
+
+class Writer:
+  """clu's MetricWriter; every method does nothing, so this one is also null."""
+
+  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+    """Numbers of a step; several calls may add to one step."""
+
+  def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+    """Snippets by name."""
+
+  def write_hparams(self, hparams: Mapping[str, Any]) -> None:
+    """The flat config, once."""
+
+  def write_summaries(self, step, values, metadata=None) -> None: ...
+
+  def write_images(self, step, images) -> None: ...
+
+  def write_videos(self, step, videos) -> None: ...
+
+  def write_audios(self, step, audios, *, sample_rate) -> None: ...
+
+  def write_histograms(self, step, arrays, num_buckets=None) -> None: ...
+
+  def flush(self) -> None:
+    """The step is complete: write what is held back."""
+
+  def close(self) -> None:
+    """Flushes and lets go of the files."""
+
+
+class MultiWriter(Writer):
+  """Hands every call to each writer of a list, ours or clu's."""
+
+  def __init__(self, writers: Iterable[Any]):
+    self.writers = tuple(writers)
+
+  def _each(self, method: str, *args, **kwargs) -> None:
+    for writer in self.writers:
+      getattr(writer, method)(*args, **kwargs)
+
+  def write_scalars(self, step, scalars):
+    self._each("write_scalars", step, scalars)
+
+  def write_texts(self, step, texts):
+    self._each("write_texts", step, texts)
+
+  def write_hparams(self, hparams):
+    self._each("write_hparams", hparams)
+
+  def write_summaries(self, step, values, metadata=None):
+    self._each("write_summaries", step, values, metadata)
+
+  def write_images(self, step, images):
+    self._each("write_images", step, images)
+
+  def write_videos(self, step, videos):
+    self._each("write_videos", step, videos)
+
+  def write_audios(self, step, audios, *, sample_rate):
+    self._each("write_audios", step, audios, sample_rate=sample_rate)
+
+  def write_histograms(self, step, arrays, num_buckets=None):
+    self._each("write_histograms", step, arrays, num_buckets)
+
+  def flush(self):
+    self._each("flush")
+
+  def close(self):
+    self._each("close")
+
+
+class _ByStep(Writer):
+  """Gathers a step's numbers until the next step, `flush` or `close`."""
+
+  def __init__(self):
+    self._step: int | None = None
+    self._held: dict[str, float] = {}
+
+  def write_scalars(self, step, scalars):
+    if step != self._step:
+      self.flush()
+    self._step = step
+    self._held.update({k: float(v) for k, v in scalars.items()})
+
+  def flush(self):
+    if self._held:
+      self._emit(self._step, self._held)
+      self._held = {}
+
+  def close(self):
+    self.flush()
+
+  def _emit(self, step: int, scalars: Mapping[str, float]) -> None:
+    raise NotImplementedError
+
+
+class JsonLines(_ByStep):
+  """metrics.jsonl: {"step": 3, "reward/team": 0.5, ..}; null if not finite."""
+
+  def __init__(self, path: pathlib.Path):
+    super().__init__()
+    self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+  def _emit(self, step, scalars):
+    line = {"step": step} | {
+      k: v if math.isfinite(v) else None for k, v in scalars.items()
+    }
+    self._file.write(json.dumps(line) + "\n")
+    self._file.flush()
+
+  def close(self):
+    super().close()
+    self._file.close()
+
+
+class TensorBoard(Writer):
+  """Events, one file a start; a board hides what older files say of `first`
+  and later steps."""
+
+  def __init__(self, folder: pathlib.Path, first: int = 0):
+    import tensorboardX
+
+    # The file's name holds the time in seconds only, and would be overwritten.
+    self._events = tensorboardX.SummaryWriter(
+      str(folder), purge_step=first, filename_suffix=f".{first}"
+    )
+
+  def write_scalars(self, step, scalars):
+    for name, value in scalars.items():
+      self._events.add_scalar(name, float(value), step)
+
+  def write_texts(self, step, texts):
+    for name, text in texts.items():
+      self._events.add_text(name, text, step)
+
+  def write_hparams(self, hparams):
+    rows = "\n".join(f"|{k}|`{v}`|" for k, v in hparams.items())
+    self._events.add_text("config", f"|key|value|\n|-|-|\n{rows}", 0)
+
+  def flush(self):
+    self._events.flush()
+
+  def close(self):
+    self._events.close()
+
+
+class Console(_ByStep):
+  """A progress bar on a terminal; elsewhere a line now and then.
+
+  A line comes with the first and the last step, and in between once 5 % of
+  the steps or 10 s have passed since the one before.
+
+  Args:
+    total: steps of the run.
+    first: steps done before it began (on resume).
+    stream: where to; a bar if it is a terminal.
+    clock: seconds, for tests.
+  """
+
+  def __init__(
+    self,
+    total: int,
+    first: int = 0,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    super().__init__()
+    self._total, self._clock = total, clock
+    self._stream = sys.stderr if stream is None else stream
+    self._known: dict[str, float] = {}
+    self._began: tuple[int, float] | None = None
+    self._last: tuple[int, float] | None = None
+    self._bar = None
+    if self._stream.isatty():
+      import tqdm
+
+      self._bar = tqdm.tqdm(
+        total=total,
+        initial=first,
+        file=self._stream,
+        dynamic_ncols=True,
+        unit="step",
+      )
+
+  def _emit(self, step, scalars):
+    now = self._clock()
+    self._known.update(scalars)
+    if self._began is None and step > 0:
+      self._began = step, now  # after the first step, which compiles
+    text = progress(self._known)
+    if self._bar is not None:
+      self._bar.set_postfix_str(text, refresh=False)
+      self._bar.update(step - self._bar.n)
+      self._bar.refresh()
+    elif self._due(step, now):
+      left = self._time_left(step, now)
+      line = f"step {step}/{self._total}  {text}{left}"
+      print(line.rstrip(), file=self._stream, flush=True)
+      self._last = step, now
+
+  def _due(self, step: int, now: float) -> bool:
+    if self._last is None or step >= self._total:
+      return True
+    last, then = self._last
+    first_step = last == 0 and step > 0
+    return first_step or (step - last) * 20 >= self._total or now - then >= 10
+
+  def _time_left(self, step: int, now: float) -> str:
+    if self._began is None or step <= self._began[0]:
+      return ""
+    first, then = self._began
+    seconds = (now - then) / (step - first) * (self._total - step)
+    return f"  {_duration(seconds)} left"
+
+  def close(self):
+    super().close()
+    if self._bar is not None:
+      self._bar.close()
+
+
+def progress(scalars: Mapping[str, float]) -> str:
+  """The numbers to watch, in one line; those that there are."""
+  parts = []
+  if "reward/team" in scalars:
+    parts.append(f"reward {scalars['reward/team']:.3f}")
+  for name, value in scalars.items():
+    if re.fullmatch(r"eval/avg@\d+", name):
+      parts.append(f"held-out {name.removeprefix('eval/')} {value:.3f}")
+  norms = [
+    f"{name.removeprefix('grad_norm/')} {value:.2g}"
+    for name, value in scalars.items()
+    if re.fullmatch(r"grad_norm/[^/]+", name)
+  ]
+  if norms:
+    parts.append("grad norm " + ", ".join(norms))
+  if "rollout/tokens_per_s" in scalars:
+    parts.append(f"{scalars['rollout/tokens_per_s']:.0f} tokens/s")
+  return "  ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+  minutes, seconds = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  if hours:
+    return f"{hours}:{minutes:02}:{seconds:02}"
+  return f"{minutes}:{seconds:02}"
+
+
+# -- files that grow -----------------------------------------------------------
+
+
+def truncate_after(path: pathlib.Path, step: int) -> None:
+  """Drops lines of later steps, and a last line that a kill left half done."""
+  if not path.exists():
+    return
+  with _replacing(path) as out, open(path, "rb") as lines:
+    for line in lines:
+      record = _parse(line)
+      if record is not None and record["step"] <= step:
+        out.write(line)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+  """None for a line that a kill cut short; only its end says it is whole."""
+  return json.loads(line) if line.endswith(b"\n") else None
+
+
+class Transcripts:
+  """Episodes as JSON lines, in numbered files; the oldest go first.
+
+  Args:
+    folder: made if it is not there.
+    limit_mb: of all files together, in 10^6 bytes; 0 writes nothing.
+    resume_from: episodes of later steps are dropped at the start.
+  """
+
+  _FILES = 8  # so that at most an eighth of what fits is dropped at a time
+
+  def __init__(
+    self, folder: pathlib.Path, limit_mb: float, resume_from: int = -1
+  ):
+    self._folder = folder
+    self._limit = int(limit_mb * 1e6)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in self._paths():
+      truncate_after(path, resume_from)
+      if path.stat().st_size == 0:
+        path.unlink()
+    self._sizes = {p: p.stat().st_size for p in self._paths()}
+
+  def _paths(self) -> list[pathlib.Path]:
+    return sorted(self._folder.glob("*.jsonl"))
+
+  def write(self, records: Iterable[Mapping[str, Any]]) -> None:
+    for record in records:
+      line = json.dumps(record, default=_plain, ensure_ascii=False) + "\n"
+      # A lone surrogate becomes an escape that JSON reads back.
+      self._append(line.encode(errors="backslashreplace"))
+
+  def _append(self, line: bytes) -> None:
+    if len(line) > self._limit:
+      return
+    path = max(self._sizes, default=self._folder / "000000.jsonl")
+    size = self._sizes.setdefault(path, 0)
+    if size and size + len(line) > self._limit // self._FILES:
+      path = self._folder / f"{int(path.stem) + 1:06}.jsonl"
+      self._sizes[path] = 0
+    while sum(self._sizes.values()) + len(line) > self._limit:
+      oldest = min(self._sizes)
+      oldest.unlink()
+      del self._sizes[oldest]
+    with open(path, "ab") as f:
+      f.write(line)
+    self._sizes[path] = self._sizes.get(path, 0) + len(line)
+
+
+def episode_record(
+  episode: Episode,
+  step: int,
+  kind: str,
+  decode: Callable[[str, np.ndarray], str],
+  scores: Mapping[int, float] | None = None,
+  advantages: Mapping[int, float] | None = None,
+) -> dict[str, Any]:
+  """An episode as plain data, for `Transcripts`.
+
+  Args:
+    episode: as it ended, failed ones too.
+    step: of training.
+    kind: "train" or "eval".
+    decode: (policy, ids) -> text, special tokens kept.
+    scores: of the rows, by turn index.
+    advantages: likewise.
+  """
+  task, outcome = episode.task, episode.outcome
+  return {
+    "schema": SCHEMA,
+    "step": step,
+    "kind": kind,
+    "task": {
+      "source": task.source,
+      "index": task.index,
+      "position": task.position,
+      "question": task.question,
+      "answer": task.answer,
+    },
+    "episode": episode.index,
+    "status": episode.status,
+    "fault": _fault(episode.fault),
+    "action": episode.action,
+    "reward": outcome and outcome.reward,
+    "success": outcome and outcome.won,
+    "parts": outcome and outcome.parts,
+    "turns": [
+      _turn_record(turn, decode)
+      | {
+        "score": (scores or {}).get(turn.index),
+        "advantage": (advantages or {}).get(turn.index),
+      }
+      for turn in episode.turns
+    ],
+  }
+
+
+def _turn_record(turn: Turn, decode: Callable) -> dict[str, Any]:
+  logprobs = np.asarray(turn.sampler_logprobs, np.float64)
+  return {
+    "index": turn.index,
+    "agent": turn.agent,
+    "policy": turn.policy,
+    "policy_version": turn.policy_version,
+    "prompt": decode(turn.policy, turn.prompt_ids),
+    "completion": turn.text,
+    "prompt_tokens": len(turn.prompt_ids),
+    "completion_tokens": len(turn.completion_ids),
+    "stop_reason": turn.stop_reason,
+    "valid": turn.valid,
+    "verdict": turn.reply and turn.reply.verdict,
+    "labels": turn.reply and turn.reply.labels,
+    "fault": _fault(turn.fault),
+    "logprobs": {
+      "sum": float(logprobs.sum()),
+      "mean": float(logprobs.mean()),
+      "min": float(logprobs.min()),
+    }
+    if logprobs.size
+    else None,
+  }
+
+
+def _fault(fault: Fault | None) -> dict[str, Any] | None:
+  return fault and {"kind": fault.kind, "message": fault.message}
+
+
+# -- files that are replaced whole ---------------------------------------------
+
+
+@contextlib.contextmanager
+def _replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
+  """A file that takes the place of `path` once it is whole and on disk."""
+  temporary = path.with_name(f".{path.name}.tmp")
+  with open(temporary, "wb") as f:
+    yield f
+    f.flush()
+    os.fsync(f.fileno())
+  temporary.replace(path)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """Plain data, and numpy's numbers and arrays, indented."""
+  text = json.dumps(value, indent=2, default=_plain)
+  with _replacing(path) as f:
+    f.write(f"{text}\n".encode())
+
+
+def _plain(value: Any) -> Any:
+  """What `json` cannot write by itself: numpy's types as numbers, else str."""
+  if isinstance(value, (np.ndarray, np.generic)):
+    return value.tolist()
+  return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+def read_metrics(
+  path: pathlib.Path,
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+  """{name: (steps, values)} of a metrics.jsonl, one under way too."""
+  by_name: dict[str, dict[int, float]] = collections.defaultdict(dict)
+  with open(path, "rb") as lines:
+    for record in map(_parse, lines):
+      for name, value in (record or {}).items():
+        if name != "step" and value is not None:
+          by_name[name][record["step"]] = value
+  return {
+    name: (np.array(list(at)), np.array(list(at.values())))
+    for name, at in by_name.items()
+  }
+
+
+def report(
+  metrics: Mapping[str, tuple[np.ndarray, np.ndarray]], path: pathlib.Path
+) -> None:
+  """Four panels over steps: success, reward, gradient norm, inflation."""
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(11, 7.5), layout="constrained")
+  canvas = FigureCanvasAgg(figure)
+  panels = [
+    ("Held-out success", r"eval/((?:avg|pass)@\d+)", "o-", "share"),
+    ("Reward of the team (training)", r"reward/(team)", "-", "share"),
+    ("Gradient norm before clipping", r"grad_norm/(.+)", "-", "log"),
+    ("Inflation factor kappa", r"kappa/(.+)", "-", "linear"),
+  ]
+  all_axes = figure.subplots(2, 2).flat
+  for axes, (title, pattern, style, scale) in zip(
+    all_axes, panels, strict=True
+  ):
+    series = _matching(metrics, pattern)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    _draw(axes, series, style)
+    _set_range(axes, [values for _, values in series.values()], scale)
+  with _replacing(path) as f:
+    canvas.print_png(f)
+
+
+def _matching(metrics: Mapping[str, Any], pattern: str) -> dict[str, Any]:
+  found = ((re.fullmatch(pattern, name), name) for name in sorted(metrics))
+  return {m.group(1): metrics[name] for m, name in found if m}
+
+
+def _draw(axes: Any, series: Mapping[str, Any], style: str) -> None:
+  """Lines with a legend; a long one faint under its moving mean.
+
+  What is by policy and agent ("solver/critic") is dashed.
+  """
+  for i, (name, (steps, values)) in enumerate(series.items()):
+    color, width = f"C{i % 10}", max(1, len(values) // 20)
+    if style == "-" and width > 1:
+      axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+      mean = np.ones(width) / width
+      steps, values = (np.convolve(x, mean, "valid") for x in (steps, values))
+    look = "--" if "/" in name else style
+    axes.plot(steps, values, look, color=color, label=name, markersize=4)
+  if series:
+    axes.legend(frameon=False, fontsize=9)
+  else:
+    middle = {"ha": "center", "transform": axes.transAxes}
+    axes.text(0.5, 0.5, "not measured", **middle)
+
+
+def _set_range(axes: Any, lines: list[np.ndarray], scale: str) -> None:
+  """Logarithmic, or for shares the whole of 0 to 1."""
+  values = np.concatenate([*lines, np.zeros(0)])
+  if scale == "log" and (values > 0).any():
+    axes.set_yscale("log")
+  if scale == "share" and ((values >= 0) & (values <= 1)).all():
+    axes.set_ylim(-0.03, 1.03)
+
+
+def table(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+  """Before and after, for the terminal; keys in the order of `before`.
+
+  Args:
+    before: {name: value}, or {name: (value, low, high)} with an interval.
+    after: likewise.
+  """
+  rows = [("", "before", "after", "change")]
+  for name in before:
+    if name in after:
+      change = _value(after[name]) - _value(before[name])
+      rows.append(
+        (name, _cell(before[name]), _cell(after[name]), f"{change:+.3f}")
+      )
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return "\n".join(
+    "  ".join(
+      cell.rjust(width) if i else cell.ljust(width)
+      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ).rstrip()
+    for row in rows
+  )
+
+
+def _value(entry: Any) -> float:
+  return float(entry[0] if isinstance(entry, Sequence) else entry)
+
+
+def _cell(entry: Any) -> str:
+  if not isinstance(entry, Sequence):
+    return f"{entry:.3f}"
+  value, low, high = entry
+  return f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+# -- all of it together --------------------------------------------------------
+
+
+class RunWriter(MultiWriter):
+  """Everything a run writes into its workdir and on the terminal.
+
+  Call `flush` at the end of a step, and before a checkpoint of it: what a
+  resume keeps is what was flushed.
+
+  Args:
+    workdir: made if it is not there.
+    total_steps: of the run.
+    transcripts_mb: limit of the transcripts on disk.
+    resume_from: step of the checkpoint that the run goes on from; what came
+      after it is cut. None: a new run, which starts from empty files.
+    primary: False on all processes but the first: nothing is written.
+    extra: further writers, such as clu's.
+  """
+
+  def __init__(
+    self,
+    workdir: str | pathlib.Path,
+    total_steps: int,
+    *,
+    transcripts_mb: float = 64.0,
+    resume_from: int | None = None,
+    primary: bool = True,
+    extra: Iterable[Any] = (),
+  ):
+    self.workdir = pathlib.Path(workdir)
+    self.primary = primary
+    if not primary:
+      super().__init__(())
+      return
+    step = -1 if resume_from is None else resume_from
+    self.workdir.mkdir(parents=True, exist_ok=True)
+    truncate_after(self._metrics, step)
+    self._transcripts = Transcripts(
+      self.workdir / "transcripts", transcripts_mb, step
+    )
+    super().__init__(
+      (
+        JsonLines(self._metrics),
+        TensorBoard(self.workdir / "tensorboard", first=step + 1),
+        Console(total_steps, first=max(step, 0)),
+        *extra,
+      )
+    )
+
+  @property
+  def _metrics(self) -> pathlib.Path:
+    return self.workdir / "metrics.jsonl"
+
+  def write_episodes(self, records: Iterable[Mapping[str, Any]]) -> None:
+    """`episode_record`s, made only where they are written."""
+    if self.primary:
+      self._transcripts.write(records)
+
+  def write_json(self, name: str, value: Any) -> None:
+    """config.json, summary.json and the like."""
+    if self.primary:
+      write_json(self.workdir / name, value)
+
+  def write_report(self) -> None:
+    """report.png from what is in metrics.jsonl."""
+    if self.primary:
+      self.flush()
+      report(read_metrics(self._metrics), self.workdir / "report.png")

@@ -1,0 +1,151 @@
+"""The figures of the tiny job: cost, success, and whether the team is a team.
+
+    python tests/benchmarks/tiny_team.py [--seeds 0,1,2] [--out DIR]
+
+Per seed, in a fresh process each: the main job with an empty compile cache,
+and again with the cache it left. Then, from the end state, 512 held-out tasks
+x 8: the verifier's balanced accuracy on first solutions, the share of wrong
+ones that it rejects, and the team's success minus that of the same episodes'
+first solutions, with its paired 95 % interval over tasks. The last line is
+JSON; medians over seeds.
+"""
+
+import argparse
+import json
+import pathlib
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "math_tiny.py"
+
+
+def run_job(workdir: pathlib.Path, cache: pathlib.Path, seed: int) -> dict:
+  """One whole run in its own process; seconds of wall clock and CPU."""
+  shutil.rmtree(workdir, ignore_errors=True)
+  command = [
+    *(sys.executable, "-m", "drmas_jax.main", "--config", str(CONFIG)),
+    *("--workdir", str(workdir), f"--config.seed={seed}"),
+  ]
+  before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+  subprocess.run(
+    command,
+    check=True,
+    cwd=ROOT,
+    capture_output=True,
+    env={
+      "PATH": "/usr/bin:/bin",
+      "JAX_COMPILATION_CACHE_DIR": str(cache),
+      "JAX_PLATFORMS": "cpu",
+      "HOME": str(cache),
+    },
+  )
+  after = resource.getrusage(resource.RUSAGE_CHILDREN)
+  summary = json.loads((workdir / "summary.json").read_text())
+  return {
+    "wall_s": time.monotonic() - start,
+    "cpu_s": after.ru_utime
+    + after.ru_stime
+    - before.ru_utime
+    - before.ru_stime,
+    "first_step_s": summary["seconds_to_first_step"],
+    "peak_gb": summary["peak_memory_gb"],
+    "before": summary["before"]["avg@8"][0],
+    "after": summary["after"]["avg@8"][0],
+    "deterministic": summary["deterministic"],
+  }
+
+
+def analyse(workdir: pathlib.Path, num_tasks: int) -> dict:
+  """What the team of a finished run does on held-out tasks."""
+  from drmas_jax import config as config_lib
+  from drmas_jax import coordinator, metrics
+
+  config = config_lib.read(
+    CONFIG,
+    [f"eval.num_tasks={num_tasks}", f"eval.final_num_tasks={num_tasks}"],
+  )
+  with tempfile.TemporaryDirectory() as scratch:
+    copy = pathlib.Path(scratch) / "run"
+    shutil.copytree(workdir, copy)
+    evaluation = coordinator.evaluate_workdir(config, copy)
+  rows = []  # (first right, rejected) of episodes with a verdict
+  for group in evaluation.groups:
+    for episode in group.episodes:
+      first = episode.outcome.parts["first_correct"]
+      verdict = next(t for t in episode.turns if t.agent == "verifier")
+      rows.append((first, verdict.reply.verdict == "reject"))
+  right, rejected = (np.array(column, bool) for column in zip(*rows))
+  shape = evaluation.success.shape
+  gain = metrics.paired_difference(evaluation.success, right.reshape(shape))
+  return {
+    "avg@8": evaluation.summary()["avg@8"],
+    "first_success": float(right.mean()),
+    "balanced_accuracy": float(
+      (rejected[~right].mean() + (~rejected[right]).mean()) / 2
+    ),
+    "wrong_rejected": float(rejected[~right].mean()),
+    "right_rejected": float(rejected[right].mean()),
+    "gain": gain,
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--seeds", default="0,1,2")
+  parser.add_argument("--out", default="")
+  parser.add_argument("--num_tasks", type=int, default=512)
+  args = parser.parse_args()
+  out = pathlib.Path(args.out or tempfile.mkdtemp(prefix="tiny-team-"))
+  results = []
+  for seed in map(int, args.seeds.split(",")):
+    cache = out / f"cache-{seed}"
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.mkdir(parents=True)
+    workdir = out / f"run-{seed}"
+    cold = run_job(workdir, cache, seed)
+    warm = run_job(workdir, cache, seed)
+    team = analyse(workdir, args.num_tasks)
+    results.append({"seed": seed, "cold": cold, "warm": warm, "team": team})
+    print(json.dumps(results[-1], indent=2), flush=True)
+
+  def median(*path):
+    values = []
+    for value in results:
+      for key in path:
+        value = value[key]
+      values.append(value)
+    return round(statistics.median(values), 3)
+
+  print(
+    json.dumps(
+      {
+        "cpu_s": {c: median(c, "cpu_s") for c in ("cold", "warm")},
+        "wall_s": {c: median(c, "wall_s") for c in ("cold", "warm")},
+        "first_step_s": {
+          c: median(c, "first_step_s") for c in ("cold", "warm")
+        },
+        "peak_gb": median("cold", "peak_gb"),
+        "before": median("cold", "before"),
+        "after": [round(r["team"]["avg@8"][0], 3) for r in results],
+        "balanced_accuracy": [
+          round(r["team"]["balanced_accuracy"], 3) for r in results
+        ],
+        "wrong_rejected": [
+          round(r["team"]["wrong_rejected"], 3) for r in results
+        ],
+        "gain": [[round(x, 3) for x in r["team"]["gain"]] for r in results],
+      }
+    )
+  )
+
+
+if __name__ == "__main__":
+  main()

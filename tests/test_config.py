@@ -1,0 +1,561 @@
+"""Every wrong config is refused, in one message that says how to mend it."""
+
+import ast
+import copy
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import ml_collections
+import pytest
+
+from drmas_jax import config as config_lib
+from drmas_jax.config import ConfigError
+
+pytestmark = pytest.mark.quick
+
+RAW = {
+  "policies": {
+    "alice": {"checkpoint": "tiny:solver"},
+    "bob": {"checkpoint": "tiny:verifier"},
+  },
+  "agents": {
+    "solver": {"role": "math.solver", "policy": "alice"},
+    "verifier": {"role": "math.verifier", "policy": "bob"},
+  },
+  "orchestra": {"name": "math"},
+  "environment": {"name": "math"},
+  "data": {"source": {"name": "own_team.tasks"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_team(tmp_path, monkeypatch):
+  """A user's own package, named in the config by its dotted name."""
+  folder = tmp_path / "own_team"
+  folder.mkdir()
+  (folder / "tasks.py").write_text(
+    "def make(split='train', *, level: int = 1, kind: str): ...\n"
+  )
+  (folder / "simple.py").write_text("def make(split='train'): ...\n")
+  (folder / "empty.py").write_text("")
+  (folder / "broken.py").write_text("import own_team.nowhere\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  yield
+  for name in [n for n in sys.modules if n.split(".")[0] == "own_team"]:
+    del sys.modules[name]
+
+
+@pytest.fixture
+def write(tmp_path):
+  def write(text):
+    path = tmp_path / "config.py"
+    path.write_text(text)
+    return path
+
+  return write
+
+
+@pytest.fixture
+def read(write):
+  """Reads the good config with some `a.b=value` on top."""
+
+  def read(*overrides, mode="train", raw=RAW):
+    raw = copy.deepcopy(raw)
+    raw["data"]["source"] = {"name": "own_team.simple"}
+    path = write(f"def get_config():\n  return {raw!r}\n")
+    return config_lib.read(path, overrides, mode)
+
+  return read
+
+
+def lines(read, *overrides, **kwargs):
+  with pytest.raises(ConfigError) as error:
+    read(*overrides, **kwargs)
+  return str(error.value).splitlines()
+
+
+def fits(line, pattern):
+  """Whether the line is the pattern, where … stands for anything."""
+  return re.fullmatch(".*".join(map(re.escape, pattern.split("…"))), line)
+
+
+def test_good_config_has_defaults_and_types(read):
+  config = read()
+  assert config.policies["alice"].optimizer.learning_rate == 1e-6
+  assert config.agent_names == ("solver", "verifier")
+  assert config.trained == ("alice", "bob")
+  assert config.agents_of("bob") == ("verifier",)
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    config.steps = 3
+
+
+def test_config_dict_and_dict_are_the_same():
+  own = ml_collections.ConfigDict(RAW)
+  assert config_lib.build(own) == config_lib.build(RAW)
+
+
+WRONG = [
+  # -- keys
+  (
+    "policies.alice.optimizer.learning_rte=1e-6",
+    "policies.alice.optimizer.learning_rte: unknown key; allowed are "
+    "learning_rate, schedule…clip_norm; did you mean 'learning_rate'?",
+  ),
+  (
+    "lr=1e-6",
+    "lr: unknown key; allowed are policies, agents…; did you mean "
+    "policies.NAME.optimizer.learning_rate or sft.learning_rate?",
+  ),
+  (
+    "group_size=4",
+    "group_size: unknown key; allowed are…; did you mean data.group_size?",
+  ),
+  ("num-epochs=3", "num-epochs: unknown key; allowed are…; remove it"),
+  ("data.num-tasks=3", "data.num-tasks:…; did you mean 'num_tasks'?"),
+  ("agnts=['solver']", "agnts: unknown key…; did you mean 'agents'?"),
+  ("num_agents=2", "num_agents: unknown key;…; did you mean 'agents'?"),
+  ("defaults=['optioal agent: x']", "defaults: unknown key…; remove it"),
+  # -- types
+  (
+    "agents=['a', 'b', 'c']",
+    "agents: ['a', 'b', 'c'] is not allowed; write a dict of NAME: a dict "
+    "with role, policy,…options",
+  ),
+  (
+    "policies.alice.optimizer=adam",
+    "policies.alice.optimizer: 'adam' is not a group of keys; write a dict "
+    "with learning_rate…clip_norm",
+  ),
+  ("steps=many", "steps: 'many' is not allowed; write an integer"),
+  ("steps=2.5", "steps: 2.5 is not allowed; write an integer"),
+  ("steps=True", "steps: True is not allowed; write an integer"),
+  (
+    "policies.alice.frozen=1",
+    "policies.alice.frozen: 1 is not allowed; write True or False",
+  ),
+  (
+    "policies.alice.checkpoint=3",
+    "policies.alice.checkpoint: 3 is not allowed; write a string",
+  ),
+  (
+    "policies.alice.optimizer.learning_rate=[1e-6, 2e-6]",
+    "policies.alice.optimizer.learning_rate: [1e-06, 2e-06] is not allowed; "
+    "write a number",
+  ),
+  (
+    "placement.strategy=colums",
+    "placement.strategy: 'colums' is not allowed; write one of 'shared', "
+    "'split', 'columns'",
+  ),
+  (
+    "policies.alice.row_buckets=64",
+    "policies.alice.row_buckets: 64 is not allowed; write a list, each an "
+    "integer",
+  ),
+  (
+    "environment.options={'a': {1, 2}}",
+    "environment.options.a: {1, 2} is not allowed; write plain data…",
+  ),
+  # -- bounds
+  ("steps=0", "steps: 0 is out of range; write a finite value >= 1"),
+  (
+    "data.group_size=0",
+    "data.group_size: 0 is out of range; write a finite value >= 1",
+  ),
+  (
+    "agents.solver.sampling.temperature=-1",
+    "agents.solver.sampling.temperature: -1.0 is out of range; write a finite "
+    "value >= 0",
+  ),
+  (
+    "agents.solver.sampling.top_p=0",
+    "agents.solver.sampling.top_p: 0.0 is out of range; write a finite value "
+    "> 0 and <= 1",
+  ),
+  (
+    "policies.alice.loss.clip_low=-0.2",
+    "policies.alice.loss.clip_low: -0.2 is out of range; write a finite value "
+    ">= 0 and <= 1",
+  ),
+  (
+    "policies.alice.optimizer.b2=1",
+    "policies.alice.optimizer.b2: 1.0 is out of range; write a finite value "
+    ">= 0 and < 1",
+  ),
+  (
+    "policies.alice.optimizer.clip_norm=1e999",
+    "policies.alice.optimizer.clip_norm: inf is out of range; write a finite "
+    "value > 0",
+  ),
+  # -- names
+  (
+    "agents.solver.role=math.slover",
+    "agents.solver.role: 'math' has no role 'slover'; allowed are solver, "
+    "verifier",
+  ),
+  (
+    "agents.solver.role=math.cut",
+    "agents.solver.role: 'math' has no role 'cut'; allowed are solver, "
+    "verifier",
+  ),
+  (
+    "agents.solver.role=maths.solver",
+    "agents.solver.role: 'maths' not found; allowed are…, or a module of "
+    "your own that Python can import, such as 'my_pkg.my_module'",
+  ),
+  (
+    "agents.solver.role=solver",
+    "agents.solver.role: 'solver' must be 'module.role', such as 'math.solver'",
+  ),
+  (
+    "agents.solver.template=shrt",
+    "agents.solver.template: 'shrt' is no template of math.solver; allowed "
+    "are default, short; rename it",
+  ),
+  (
+    "orchestra.name=mth",
+    "orchestra.name: 'mth' not found; allowed are math,…",
+  ),
+  (
+    "environment.name=../secret",
+    "environment.name: '../secret' not found; allowed are math,…",
+  ),
+  (
+    "environment.name=own_team.nowhere",
+    "environment.name: 'own_team.nowhere' not found; allowed are…",
+  ),
+  (
+    "environment.name=own_team.empty",
+    "environment.name: 'own_team.empty' has no make(); define it",
+  ),
+  (
+    "data.source.name=own_tasks",
+    "data.source.name: 'own_tasks' not found; allowed are…",
+  ),
+  (
+    "advantage.name=agentwise",
+    "advantage.name: 'agentwise' not found; allowed are agent_wise, grpo…"
+    "; rename it, or add a row to ESTIMATORS in advantages.py",
+  ),
+  (
+    "policies.bob.loss.name=ppo",
+    "policies.bob.loss.name: 'ppo' not found; allowed are clipped…LOSSES "
+    "in losses.py",
+  ),
+  # -- options
+  (
+    "orchestra.options={'max_loop': 3}",
+    "orchestra.options.max_loop: unknown key; allowed are max_loops; did you "
+    "mean 'max_loops'?",
+  ),
+  (
+    "orchestra.options={'max_loops': 'two'}",
+    "orchestra.options.max_loops: 'two' is not allowed; write an integer",
+  ),
+  (
+    "agents.verifier.options={'missing_verdict': 'perhaps'}",
+    "agents.verifier.options.missing_verdict: 'perhaps' is not allowed; write "
+    "one of 'approve', 'reject'",
+  ),
+  (
+    "data.source.name=own_team.tasks",
+    "data.source.options.kind: missing; add it",
+  ),
+  # -- across keys
+  (
+    "agents.solver.max_tokens=1024",
+    "agents.solver.max_tokens: 1024 leaves no room for a prompt; write less "
+    "than policies.alice.engine.max_length=1024",
+  ),
+  (
+    "agents.solver.sampling.temperature=0",
+    "agents.solver.sampling.temperature: 0 is greedy and teaches nothing; "
+    "write a value > 0 (eval.sampling may be greedy)",
+  ),
+  (
+    "policies.alice.row_buckets=[64, 32]",
+    "policies.alice.row_buckets: (64, 32) must be rising lengths >= 1",
+  ),
+  (
+    "policies.alice.row_buckets=[512]",
+    "policies.alice.row_buckets: the last, 512, cannot hold a row of "
+    "engine.max_length=1024; add 1024",
+  ),
+  (
+    "policies.alice.engine.prefill_buckets=[2048]",
+    "policies.alice.engine.prefill_buckets: 2048 is more than "
+    "engine.max_length=1024; lower it",
+  ),
+  (
+    "policies.carol.checkpoint=x",
+    "policies.carol: no agent uses it; remove it, or set "
+    "agents.NAME.policy='carol'",
+  ),
+  (
+    "placement.shares={'alice': 1}",
+    "placement.shares: has no effect where strategy='shared'; remove it…",
+  ),
+  (
+    "placement.train_mesh={'data': 0}",
+    "placement.train_mesh: {'data': 0, 'fsdp': 0, 'tensor': 1} leaves more "
+    "than one axis open; write 0 for one of them",
+  ),
+]
+
+
+@pytest.mark.parametrize(("override", "expected"), WRONG)
+def test_wrong_value_is_named(read, override, expected):
+  [line] = lines(read, override)
+  assert fits(line, expected), line
+
+
+def test_missing_keys_are_named(read):
+  raw = copy.deepcopy(RAW)
+  del raw["agents"]["solver"]["policy"], raw["orchestra"]
+  assert lines(read, raw=raw) == [
+    "agents.solver.policy: missing; add a string",
+    "orchestra: missing; add a dict with name, options",
+  ]
+
+
+def test_policies_are_those_of_the_agents(read):
+  assert lines(read, "agents.solver.policy=carol") == [
+    "agents.solver.policy: 'carol' is no policy; allowed are alice, bob; add "
+    "it to policies or rename",
+    "policies.alice: no agent uses it; remove it, or set "
+    "agents.NAME.policy='alice'",
+  ]
+
+
+def test_agents_are_those_of_the_orchestra(read):
+  raw = copy.deepcopy(RAW)
+  raw["agents"]["judge"] = raw["agents"].pop("verifier")
+  assert lines(read, raw=raw) == [
+    "agents.verifier: missing; the orchestra 'math' calls it: add an entry",
+    "agents.judge: the orchestra 'math' never calls it; allowed are solver, "
+    "verifier; remove it",
+  ]
+
+
+def test_names_become_file_names(read):
+  raw = copy.deepcopy(RAW)
+  raw["policies"]["../a"] = raw["policies"].pop("alice")
+  raw["agents"]["solver"]["policy"] = "../a"
+  [line] = lines(read, raw=raw)
+  assert line.startswith("'../a': not allowed as the name of a policy")
+
+
+def test_shares_are_of_policies(read):
+  assert lines(
+    read, "placement.strategy=split", "placement.shares={'alic': 1, 'bob': 0}"
+  ) == [
+    "placement.shares.alic: unknown key; allowed are alice, bob; did you mean "
+    "'alice'?",
+    "placement.shares.bob: 0 is out of range; write a value >= 1",
+  ]
+
+
+def test_modes_need_different_things(read):
+  frozen = ("policies.alice.frozen=true", "policies.bob.frozen=true")
+  [line] = lines(read, *frozen)
+  assert line.startswith(
+    "policies: all are frozen, so nothing would be trained"
+  )
+  greedy = "agents.solver.sampling.temperature=0"
+  assert read(*frozen, greedy, mode="eval").trained == ()
+  [line] = lines(read, "eval.num_tasks=0", mode="eval")
+  assert line.startswith("eval.num_tasks: 0 evaluates nothing")
+
+
+def test_sft_needs_demonstrations(read):
+  [line] = lines(read, mode="sft")
+  assert line == (
+    "data.source.name: 'own_team.simple' has no demonstrations(); define it, "
+    "as --mode=sft needs it"
+  )
+  arithmetic = "data.source.name=arithmetic"
+  assert read(arithmetic, mode="sft").sft.steps == 500
+  [line] = lines(read, arithmetic, "sft.options.solver_nois=0", mode="sft")
+  assert line.endswith("did you mean 'solver_noise'?")
+
+
+def test_all_faults_at_once(read):
+  found = lines(read, "steps=0", "sed=3", "eval.k=x")
+  assert {line.partition(":")[0] for line in found} == {
+    "eval.k",
+    "steps",
+    "sed",
+  }
+  found = lines(read, "orchestra.name=x", "advantage.name=y")
+  assert [line.partition(":")[0] for line in found] == [
+    "advantage.name",
+    "orchestra.name",
+  ]
+
+
+def test_nan_is_refused():
+  raw = copy.deepcopy(RAW)
+  raw["rollout"] = {"max_failed": float("nan")}
+  with pytest.raises(ConfigError, match=r"^rollout.max_failed: nan is out of"):
+    config_lib.build(raw)
+
+
+# -- overrides and files -------------------------------------------------------
+
+
+def test_overrides_are_typed(read):
+  config = read(
+    "policies.alice.optimizer.learning_rate=1e-3",
+    "policies.alice.optimizer.warmup_steps=1_000",
+    "policies.alice.row_buckets=[256,1024]",
+    "policies.bob.frozen=true",
+    "policies.bob.checkpoint=/some/where=else",
+    "agents.solver.invalid_penalty=1",
+    "eval.sampling.temperature=0",
+    "orchestra.options.max_loops=3",
+  )
+  alice, bob = config.policies["alice"], config.policies["bob"]
+  assert alice.optimizer.learning_rate == 1e-3
+  assert alice.optimizer.warmup_steps == 1000
+  assert alice.row_buckets == (256, 1024)
+  assert bob.frozen is True
+  assert bob.checkpoint == "/some/where=else"
+  assert isinstance(config.agents["solver"].invalid_penalty, float)
+  assert config.eval.sampling == config_lib.Sampling(temperature=0.0)
+  assert config.orchestra.options == {"max_loops": 3}
+
+
+@pytest.mark.parametrize("text", ["steps", "=3", "a..b=3", ".steps=3"])
+def test_override_syntax(read, text):
+  assert lines(read, text) == [f"override {text!r}: write --config.a.b=value"]
+
+
+def test_override_below_a_value(read):
+  assert lines(read, "orchestra.name.x=3") == [
+    "orchestra.name.x: 'name' is a value, not a group of keys"
+  ]
+
+
+@pytest.mark.parametrize(
+  ("text", "expected"),
+  [
+    ("x = 1", ":1: AttributeError: module…no attribute 'get_config'"),
+    ("def get_config(:", ":1: SyntaxError: invalid syntax…"),
+    ("import nowhere", ":1: ModuleNotFoundError: No module named 'nowhere'"),
+    ("def get_config():\n  return 1 / 0", ":2: ZeroDivisionError:…"),
+    (
+      "def get_config():\n  return {'a': {'x': 1, 'y': 2, 'x': 3}}",
+      ":2: 'x' is written twice in one dict; rename or remove one",
+    ),
+  ],
+)
+def test_broken_file(write, text, expected):
+  path = write(text)
+  with pytest.raises(ConfigError) as error:
+    config_lib.read(path)
+  assert fits(str(error.value), f"{path}{expected}"), error.value
+
+
+def test_file_that_returns_something_else(write):
+  with pytest.raises(ConfigError, match="returned list; return a ConfigDict"):
+    config_lib.read(write("def get_config():\n  return []"))
+
+
+@pytest.mark.parametrize("name", ["missing.py", "own_team", "notes.txt"])
+def test_no_such_file(tmp_path, name):
+  (tmp_path / "notes.txt").write_text("")
+  with pytest.raises(ConfigError, match="no such file; name a Python file"):
+    config_lib.read(tmp_path / name)
+
+
+def test_import_that_fails_inside_a_module_is_not_hidden():
+  with pytest.raises(ModuleNotFoundError, match=r"own_team\.nowhere"):
+    config_lib.load_module("environments", "own_team.broken")
+
+
+# -- the whole -----------------------------------------------------------------
+
+
+def test_plain_data_and_back(read):
+  config = read("policies.alice.row_buckets=[1024]", "eval.k=4")
+  plain = json.loads(json.dumps(config_lib.to_dict(config)))
+  assert config_lib.build(plain) == config
+  assert config_lib.flatten(plain)["policies.alice.row_buckets"] == [1024]
+  assert config_lib.digest(config) != config_lib.digest(read())
+
+
+def test_digest_is_the_same_in_every_process(root):
+  code = (
+    "import json, sys; from drmas_jax import config as c; "
+    "print(c.digest(c.build(json.load(sys.stdin))))"
+  )
+  digests = {
+    subprocess.run(
+      [sys.executable, "-c", code],
+      input=json.dumps(RAW),
+      env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stdout.strip()
+    for seed in ("1", "2")
+  }
+  assert digests == {config_lib.digest(config_lib.build(RAW))}
+
+
+def test_table_names_are_the_tables():
+  from drmas_jax import advantages, losses
+
+  estimators = config_lib.table_names("advantages", "ESTIMATORS")
+  assert estimators == tuple(advantages.ESTIMATORS)
+  assert config_lib.table_names("losses", "LOSSES") == tuple(losses.LOSSES)
+
+
+def test_check_is_light(root, tmp_path):
+  raw = copy.deepcopy(RAW) | {"data": {"source": {"name": "own_team.simple"}}}
+  code = (
+    "import json, sys; from drmas_jax import config as c; "
+    "c.check(c.build(json.load(sys.stdin))); print(*sys.modules)"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    input=json.dumps(raw),
+    env=os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{tmp_path}"},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  loaded = set(done.stdout.split())
+  assert "drmas_jax.orchestras.math" in loaded
+  assert not loaded & {"jax", "flax", "orbax", "transformers", "tensorflow"}
+
+
+def _kinds(cls):
+  yield cls
+  for hint in config_lib._hints(cls).values():
+    for kind in [hint, *getattr(hint, "__args__", ())]:
+      if dataclasses.is_dataclass(kind):
+        yield from _kinds(kind)
+
+
+def test_every_key_is_read(root):
+  package = root / "drmas_jax"
+  read = {
+    node.attr
+    for path in package.rglob("*.py")
+    if path != package / "config.py"
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.Attribute)
+  }
+  keys = {
+    f"{kind.__name__}.{field.name}"
+    for kind in _kinds(config_lib.Config)
+    if kind is not config_lib.Mesh  # read as a whole, by its axes
+    for field in dataclasses.fields(kind)
+    if field.name not in read
+  }
+  assert not keys, "accepted, but without effect"

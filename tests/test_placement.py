@@ -1,0 +1,368 @@
+"""Slices on 8 fake devices: plans, their bytes, refusals, and moves."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from drmas_jax import config as config_lib
+from drmas_jax import placement, sharding
+from drmas_jax.models import transformer
+
+pytestmark = pytest.mark.quick
+
+MODEL = transformer.DecoderConfig(
+  family="llama3",
+  vocab_size=32,
+  embed_dim=16,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=4,
+  mlp_dim=24,
+  max_positions=64,
+  tied=True,
+)
+POLICY = config_lib.Policy(
+  checkpoint="none",
+  micro_batch=8,
+  engine=config_lib.Engine(num_slots=8, max_length=16, prefill_rows=8),
+)
+
+
+def make_config(names=("solver", "verifier"), policy=POLICY, **placement_):
+  return config_lib.Config(
+    policies=dict.fromkeys(names, policy),
+    agents={},
+    orchestra=config_lib.Orchestra("single"),
+    environment=config_lib.Environment("math"),
+    data=config_lib.Data(config_lib.Source("arithmetic")),
+    placement=config_lib.Placement(**placement_),
+  )
+
+
+def make_plan(**kwargs):
+  config = make_config(**kwargs)
+  return placement.plan(config, dict.fromkeys(config.policies, MODEL))
+
+
+def ids(mesh):
+  return [d.id for d in mesh.devices.flat]
+
+
+# -- plans ---------------------------------------------------------------------
+
+
+def test_shared_gives_everyone_all_devices():
+  plan = make_plan()
+  for part in plan.slices.values():
+    assert ids(part.train_mesh) == ids(part.rollout_mesh) == list(range(8))
+    assert part.train_mesh.axis_names == ("data", "fsdp", "tensor")
+    assert part.train_mesh.devices.shape == (1, 8, 1)
+    assert part.rollout_mesh.devices.shape == (8, 1, 1)
+
+
+@pytest.mark.parametrize("strategy", ["split", "columns"])
+def test_slices_are_disjoint(strategy):
+  plan = make_plan(strategy=strategy)
+  assert ids(plan.slices["solver"].train_mesh) == [0, 1, 2, 3]
+  assert ids(plan.slices["verifier"].train_mesh) == [4, 5, 6, 7]
+
+
+def test_unequal_shares_and_devices_set_aside_for_rollout():
+  plan = make_plan(
+    strategy="split",
+    shares={"solver": 3},
+    rollout_devices=1,
+    policy=dataclasses.replace(POLICY, micro_batch=10),
+  )
+  solver, verifier = plan.slices["solver"], plan.slices["verifier"]
+  assert ids(solver.train_mesh) == [0, 1, 2, 3, 4]
+  assert ids(solver.rollout_mesh) == [5]
+  assert ids(verifier.train_mesh) == [6]
+  assert ids(verifier.rollout_mesh) == [7]
+
+
+def test_columns_take_the_same_devices_of_every_host():
+  config = make_config(
+    strategy="columns",
+    shares={"solver": 3},
+    train_mesh=config_lib.Mesh(data=2, fsdp=0),
+    policy=dataclasses.replace(
+      POLICY,
+      micro_batch=12,
+      engine=dataclasses.replace(POLICY.engine, num_slots=3, prefill_rows=3),
+    ),
+  )
+  layouts = placement.lay_out(config, num_hosts=2, num_local=4)
+  assert layouts == {
+    "solver": placement.Layout((0, 1, 2), (0, 1, 2), (2, 3, 1), (3, 1, 1)),
+    "verifier": placement.Layout((3,), (3,), (2, 1, 1), (1, 1, 1)),
+  }
+
+
+@pytest.mark.parametrize(
+  ("hosts", "kwargs", "parts"),
+  [
+    (2, {"strategy": "split"}, ("'split'", "2", "'columns'")),
+    (1, {"shares": {"solver": 2}}, ("placement.shares", "no effect")),
+    (
+      1,
+      {"strategy": "split", "shares": {"solver": 2}},
+      ("placement.shares", "3", "8 devices", "'shared'"),
+    ),
+    (
+      1,
+      {"strategy": "split", "rollout_devices": 4},
+      ("placement.rollout_devices: 4", "less than 4"),
+    ),
+    (
+      1,
+      {"train_mesh": config_lib.Mesh(data=3)},
+      ("train_mesh: data=3 x fsdp=0", "8 devices of 'solver'"),
+    ),
+    (
+      1,
+      {"train_mesh": config_lib.Mesh(data=2, fsdp=2)},
+      ("data=2 x fsdp=2 x tensor=1", "product is 8"),
+    ),
+    (
+      1,
+      {"rollout_mesh": config_lib.Mesh(data=0, fsdp=0)},
+      ("placement.rollout_mesh", "fsdp a size"),
+    ),
+    (
+      2,
+      {"train_mesh": config_lib.Mesh(tensor=16)},
+      ("train_mesh.tensor: 16 reaches over hosts", "divisors of the 8"),
+    ),
+  ],
+)
+def test_what_does_not_lay_out_is_refused(hosts, kwargs, parts):
+  with pytest.raises(config_lib.ConfigError) as e:
+    placement.lay_out(make_config(**kwargs), num_hosts=hosts, num_local=8)
+  for part in parts:
+    assert part in str(e.value)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_rows_divide_or_the_numbers_are_named(rows, devices):
+  engine = dataclasses.replace(POLICY.engine, num_slots=8, prefill_rows=rows)
+  policy = dataclasses.replace(POLICY, micro_batch=rows, engine=engine)
+  config = make_config(("solver",), policy)
+  if rows % devices == 0:
+    assert placement.lay_out(config, 1, devices)
+    return
+  with pytest.raises(config_lib.ConfigError) as e:
+    placement.lay_out(config, 1, devices)
+  first, second = str(e.value).splitlines()
+  assert first.startswith(f"policies.solver.micro_batch: {rows} rows")
+  assert f"multiples of {devices}" in first
+  assert second.startswith(f"policies.solver.engine.prefill_rows: {rows} rows")
+
+
+# -- bytes ---------------------------------------------------------------------
+
+
+def test_bytes_of_a_small_example_by_hand():
+  shapes = {
+    "w": jax.ShapeDtypeStruct((16, 24), jnp.float32),
+    "norm": jax.ShapeDtypeStruct((6,), jnp.float32),
+  }
+  axes = {"w": ("embed", "mlp"), "norm": ("embed",)}
+  mesh = jax.sharding.AbstractMesh((1, 4, 2), sharding.AXES)
+  # w: 4 x 12 floats on a device; norm does not divide by 4 and stays whole.
+  assert placement.tree_bytes(shapes, axes, mesh) == 4 * (4 * 12 + 6)
+  assert placement.tree_bytes(shapes, axes, mesh, "bfloat16") == 2 * 54
+
+
+def test_bytes_of_the_arrays_are_those_of_real_ones():
+  plan = make_plan(names=("solver",))
+  size = placement.measure(POLICY, MODEL, plan.layouts["solver"])
+  where = sharding.shardings(
+    transformer.param_axes(MODEL),
+    transformer.param_shapes(MODEL),
+    plan.slices["solver"].train_mesh,
+  )
+  params = jax.tree.map(
+    lambda x, s: jax.device_put(np.zeros(x.shape, x.dtype), s),
+    transformer.param_shapes(MODEL),
+    where,
+  )
+  held = sum(
+    p.addressable_shards[0].data.nbytes for p in jax.tree.leaves(params)
+  )
+  assert size.state == 3 * held
+
+
+def test_phases_do_not_add_up_where_slices_are_shared():
+  names = ("solver", "verifier")
+  config = make_config(names)
+  layouts = placement.lay_out(config, 1, 8)
+  size = placement.measure(POLICY, MODEL, layouts["solver"])
+  found = placement.memory(config, dict.fromkeys(names, MODEL), layouts)
+  assert found["rollout"] == (2 * size.state + 2 * size.engine,) * 8
+  assert found["update"] == (2 * size.state + size.update,) * 8
+  assert found["score"] == (2 * size.state,) * 8  # nothing is scored again
+
+
+def test_a_frozen_policy_has_no_moments_and_no_update():
+  frozen = dataclasses.replace(POLICY, frozen=True)
+  layout = placement.lay_out(make_config(), 1, 8)["solver"]
+  trained, still = (
+    placement.measure(p, MODEL, layout) for p in (POLICY, frozen)
+  )
+  assert still.state * 3 == trained.state
+  assert still.update == 0 < trained.update
+
+
+def test_devices_set_aside_hold_the_engine_alone():
+  policy = dataclasses.replace(POLICY, micro_batch=12, old_logprobs="learner")
+  plan = make_plan(names=("solver",), rollout_devices=2, policy=policy)
+  size = placement.measure(policy, MODEL, plan.layouts["solver"])
+  assert plan.memory["rollout"] == (size.state,) * 6 + (size.engine,) * 2
+  assert plan.memory["score"] == (size.state + size.score,) * 6 + (0,) * 2
+  assert 0 < size.score < size.update
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_one_that_would():
+  names = ("solver", "verifier")
+  config = make_config(names)
+  models = dict.fromkeys(names, dataclasses.replace(MODEL, embed_dim=1024))
+  peaks = {}
+  for strategy in ("shared", "split"):
+    other = make_config(names, strategy=strategy)
+    layouts = placement.lay_out(other, 1, 8)
+    found = placement.memory(other, models, layouts)
+    peaks[strategy] = max(max(values) for values in found.values())
+  better = min(peaks, key=peaks.get)
+  worse = max(peaks, key=peaks.get)
+  assert peaks[better] < peaks[worse]
+  limit = peaks[better] / 1e9
+  config = make_config(names, strategy=worse, device_memory_gb=limit)
+  with pytest.raises(config_lib.ConfigError) as e:
+    placement.plan(config, models)
+  message = str(e.value)
+  assert f"placement.strategy: {worse!r} needs" in message
+  assert f"{better!r}" in message.splitlines()[0]
+  assert f"device_memory_gb={limit:g}" in message
+  rows = [line.split()[0] for line in message.splitlines()[2:]]
+  assert rows == ["rollout", "score", "update"]
+
+
+def test_where_nothing_fits_the_message_says_what_to_change():
+  config = make_config(device_memory_gb=1e-6)
+  with pytest.raises(
+    config_lib.ConfigError, match="no strategy fits; use more"
+  ):
+    placement.plan(config, dict.fromkeys(config.policies, MODEL))
+
+
+def test_memory_of_a_device_is_the_config_s_or_a_part_of_the_machine():
+  config = make_config(device_memory_gb=2.5)
+  assert placement.device_memory(config, jax.devices()) == 2_500_000_000
+  asked = placement.device_memory(make_config(), jax.devices())
+  assert asked == placement.device_memory(make_config(), jax.devices()[:1]) // 8
+
+
+# -- moves ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def values():
+  rng = np.random.default_rng(0)
+  return {
+    "w": rng.normal(size=(8, 6)).astype(np.float32),
+    "layers": rng.normal(size=(2, 4, 8)).astype(np.float32),
+  }
+
+
+AXES = {"w": ("embed", "mlp"), "layers": ("layers", "embed", "mlp")}
+
+
+def put(values, mesh):
+  return jax.device_put(values, sharding.shardings(AXES, values, mesh))
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "rollout"),
+  [
+    ({"strategy": "split"}, {0, 1, 2, 3}),
+    ({"strategy": "split", "rollout_devices": 2}, {2, 3}),
+    ({}, set(range(8))),
+  ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sync_moves_all_to_the_rollout_devices(values, kwargs, rollout, dtype):
+  part = make_plan(
+    train_mesh=config_lib.Mesh(fsdp=2, data=0),
+    rollout_mesh=config_lib.Mesh(tensor=2, fsdp=1, data=0),
+    **kwargs,
+  ).slices["solver"]
+  params = put(values, part.train_mesh)
+  where = sharding.shardings(AXES, values, part.rollout_mesh)
+  moved = placement.sync(params, where, dtype)
+  for name, array in moved.items():
+    assert {d.id for d in array.devices()} == rollout
+    assert array.sharding == where[name]
+    np.testing.assert_array_equal(array, values[name].astype(dtype))
+  compiled = placement._program.cache_info().misses
+  placement.sync(params, where, dtype)
+  assert placement._program.cache_info().misses == compiled
+
+
+def unstack(params):
+  return {"w": params["w"], "layers": [params["layers"][i] for i in range(2)]}
+
+
+@pytest.mark.parametrize("aside", [0, 2])
+def test_sync_in_another_layout(values, aside):
+  part = make_plan(strategy="split", rollout_devices=aside).slices["solver"]
+  axes = {"w": AXES["w"], "layers": [AXES["layers"][1:]] * 2}
+  where = sharding.shardings(axes, unstack(values), part.rollout_mesh)
+  params = put(values, part.train_mesh)
+  moved = placement.sync(params, where, "float32", unstack)
+  for i in range(2):
+    layer = moved["layers"][i]
+    assert layer.devices() == set(part.rollout_mesh.devices.flat)
+    np.testing.assert_array_equal(layer, values["layers"][i])
+
+
+def test_an_engine_never_sees_what_an_update_donated(values):
+  part = make_plan(strategy="split").slices["solver"]
+  params = put(values, part.train_mesh)
+  where = jax.tree.map(lambda p: p.sharding, params)
+  step = jax.jit(
+    lambda p: jax.tree.map(lambda x: x + 1, p),
+    donate_argnums=0,
+    out_shardings=where,
+  )
+  moved = placement.sync(params, where, "float32")
+  step(params)
+  assert params["w"].is_deleted()  # the update did take the buffers
+  for name, array in moved.items():
+    np.testing.assert_array_equal(array, values[name])
+
+
+@pytest.mark.parametrize(("leading", "shape"), [(0, (8, 3)), (1, (2, 8, 3))])
+def test_global_batch_in_one_process(mesh, leading, shape):
+  rows = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+  index = rows[..., 0]
+  out, out_index = placement.global_batch((rows, index), mesh, leading)
+  np.testing.assert_array_equal(out, rows)
+  assert out.sharding.is_equivalent_to(
+    sharding.rows(mesh, len(shape), leading), len(shape)
+  )
+  assert out_index.addressable_shards[0].data.shape[leading] == 2
+
+
+def test_fetch_gives_numpy(mesh):
+  x = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("data")))
+  got = placement.fetch({"x": x, "y": None, "z": np.float32(2)})
+  assert isinstance(got["x"], np.ndarray) and got["y"] is None
+  np.testing.assert_array_equal(got["x"], np.arange(8.0))

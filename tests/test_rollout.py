@@ -1,0 +1,279 @@
+"""Episodes over scripted samplers: turns, rewards, faults, gather."""
+
+import asyncio
+import dataclasses
+import types as pytypes
+
+import numpy as np
+import pytest
+
+from drmas_jax import advantages, rewards, rollout
+from drmas_jax import config as config_lib
+from drmas_jax.sampler import Completion
+from drmas_jax.types import (
+  Fault,
+  Outcome,
+  Reply,
+  Task,
+  TransientError,
+  gather,
+)
+
+pytestmark = pytest.mark.quick
+
+
+class Scripted:
+  """A sampler that answers from a function, at most `width` at a time."""
+
+  def __init__(self, answer, width=3, order=1):
+    self.answer, self.width, self.order = answer, width, order
+    self.queue, self.running, self.asked = [], [], []
+    self.engine = pytypes.SimpleNamespace(key=None)
+    self.tokenizer = pytypes.SimpleNamespace(
+      encode_chat=lambda messages: np.arange(1, 4, dtype=np.int32)
+    )
+
+  @property
+  def busy(self):
+    return bool(self.queue or self.running)
+
+  def submit(self, request):
+    self.asked.append(request)
+    self.queue.append(request)
+
+  def cancel(self, wanted):
+    self.queue = [r for r in self.queue if not wanted(r)]
+    self.running = [r for r in self.running if not wanted(r)]
+
+  def dispatch(self):
+    self.running += self.queue[: self.width]
+    del self.queue[: self.width]
+
+  def harvest(self):
+    done = [self.complete(r) for r in self.running[:: self.order]]
+    self.running = []
+    return done
+
+  def complete(self, request):
+    text = self.answer(request.id)
+    fault = text if isinstance(text, Fault) else None
+    num = 0 if fault else 2
+    return Completion(
+      request,
+      np.full(num, 7, np.int32),
+      np.full(num, -1.0, np.float32),
+      np.zeros(num, np.float32),
+      "" if fault else text,
+      "fault" if fault else "stop",
+      4,
+      fault,
+    )
+
+
+class Role:
+  closes = None
+
+  def messages(self, template, *args):
+    return [{"role": "user", "content": " ".join(map(str, args))}]
+
+  def parse(self, text, stop_reason):
+    return Reply(text, valid=text != "bad", verdict=text)
+
+
+class Environment:
+  def __init__(self, score, scores_groups=False):
+    self.scores_groups = scores_groups
+    self.score = self.score_group = score
+
+
+def make_config(**changes):
+  raw = {
+    "policies": {"p": {"checkpoint": "x"}, "q": {"checkpoint": "y"}},
+    "agents": {
+      "a": {"role": "math.solver", "policy": "p"},
+      "b": {"role": "math.verifier", "policy": "q"},
+    },
+    "orchestra": {"name": "math"},
+    "environment": {"name": "math", "reward_timeout_s": 0.3},
+    "data": {"source": {"name": "arithmetic"}},
+  }
+  return dataclasses.replace(config_lib.build(raw), **changes)
+
+
+def play(run, score, answer=lambda key: "ok", num_tasks=2, size=3, **kw):
+  config = make_config()
+  groups_too = kw.pop("scores_groups", False)
+  team = object.__new__(rollout.Team)
+  team.members = {
+    n: rollout.Member(n, Role(), a) for n, a in config.agents.items()
+  }
+  team.orchestra = pytypes.SimpleNamespace(run=run)
+  team.orchestra_options = {}
+  team.environment = Environment(score, groups_too)
+  team.reward_timeout_s = config.environment.reward_timeout_s
+  samplers = {"p": Scripted(answer, **kw), "q": Scripted(answer, **kw)}
+  made = rollout.Rollout(team, samplers, config)
+  tasks = [Task("s", i, 10 + i, f"question {i}", i) for i in range(num_tasks)]
+  try:
+    return made.collect(tasks, size, key="root"), samplers
+  finally:
+    made.close()
+
+
+async def two_turns(task, call):
+  first = await call("a", task)
+  second = await call("b", task, first.text)
+  return f"{first.text}/{second.text}"
+
+
+def won(task, episode):
+  return Outcome(1.0)
+
+
+def test_every_episode_is_played_in_order_with_its_turns():
+  def answer(key):
+    return f"{key}"
+
+  for width, order in ((1, 1), (3, -1), (64, 1)):
+    groups, samplers = play(two_turns, won, answer, width=width, order=order)
+    assert [g.task.position for g in groups] == [10, 11]
+    for group in groups:
+      assert [e.index for e in group.episodes] == [0, 1, 2]
+      for e in group.episodes:
+        key = (group.task.position, e.index)
+        assert [t.agent for t in e.turns] == ["a", "b"]
+        assert [t.index for t in e.turns] == [0, 1]
+        assert e.action == f"{(*key, 0)}/{(*key, 1)}"
+        assert e.status == "ok" and e.outcome.reward == 1.0
+        assert e.turns[1].policy == "q" and e.turns[1].policy_version == 4
+    shared = {r.shared_by for r in samplers["p"].asked}
+    assert shared == {3}, "the first turn of a group shares its prefill"
+    assert {r.shared_by for r in samplers["q"].asked} == {1}
+    assert samplers["p"].engine.key == "root"
+
+
+def test_gather_numbers_turns_by_argument_order():
+  async def run(task, call):
+    async def chain(agent):
+      return [await call(agent, task), await call(agent, task)]
+
+    left, right, (third, fourth) = await gather(
+      call("a", task), call("b", task), chain("a")
+    )
+    assert await gather() == []
+    return [r.text for r in (left, right, third, fourth)]
+
+  for order in (1, -1):
+    groups, _ = play(run, won, lambda key: str(key[2]), order=order, size=1)
+    episode = groups[0].episodes[0]
+    assert episode.action == ["0", "1", "2", "3"]
+    assert [t.index for t in episode.turns] == [0, 1, 2, 3]
+
+
+def test_a_fault_loses_its_episode_and_nothing_else():
+  def answer(key):
+    return Fault("deadline", "late", True) if key == (11, 1, 0) else "ok"
+
+  groups, _ = play(two_turns, won, answer)
+  assert [e.status for g in groups for e in g.episodes] == (
+    ["ok"] * 4 + ["failed", "ok"]
+  )
+  failed = groups[1].episodes[1]
+  assert failed.fault.kind == "deadline" and failed.outcome is None
+  rows = rewards.row_scores(groups, {"a": 0.0, "b": 0.0})
+  assert len(rows.turns) == 10
+
+
+def test_async_reward_that_fails_or_hangs_loses_its_episode():
+  """The step goes on (rules 1 and 6); a time-out is marked as the clock's."""
+
+  async def slow(task, episode):
+    if episode.index == 0:
+      raise OSError("connection reset")
+    if episode.index == 1:
+      await asyncio.sleep(30)
+    await asyncio.sleep(0.01)
+    return Outcome(1.0)
+
+  groups, _ = play(two_turns, slow)
+  for group in groups:
+    broken, late, fine = group.episodes
+    assert broken.status == "failed"
+    assert "OSError: connection reset" in broken.fault.message
+    assert late.status == "failed" and late.fault.wall_clock
+    assert "reward_timeout_s" in late.fault.message
+    assert fine.status == "ok" and fine.outcome.reward == 1.0
+
+
+def test_a_group_is_scored_at_once_when_complete():
+  seen = []
+
+  def score(group):
+    seen.append([e.index for e in group.episodes])
+    best = max(e.action for e in group.episodes)
+    return [Outcome(float(e.action == best)) for e in group.episodes]
+
+  def answer(key):
+    if key == (11, 2, 1):
+      return Fault("prompt", "too long")
+    return str(key[1])
+
+  groups, _ = play(two_turns, score, answer, scores_groups=True)
+  assert seen == [[0, 1, 2], [0, 1]]
+  assert [e.outcome.reward for e in groups[0].episodes] == [0, 0, 1]
+  assert [e.status for e in groups[1].episodes] == ["ok", "ok", "failed"]
+  assert [e.outcome.reward for e in groups[1].episodes[:2]] == [0, 1]
+
+
+def test_transient_errors_lose_an_episode_and_others_stop_the_run():
+  async def flaky(task, call):
+    await call("a", task)
+    if task.position == 11:
+      raise TransientError("the simulator was restarted")
+    return "x"
+
+  groups, _ = play(flaky, won)
+  assert {e.status for e in groups[1].episodes} == {"failed"}
+  assert {e.status for e in groups[0].episodes} == {"ok"}
+
+  def broken(task, episode):
+    raise ZeroDivisionError("in user code")
+
+  with pytest.raises(ZeroDivisionError) as caught:
+    play(two_turns, broken)
+  assert "task s[0], episode 0" in caught.value.__notes__[0]
+
+  async def stranger(task, call):
+    await call("nobody", task)
+
+  with pytest.raises(ValueError, match="called 'nobody'; allowed are a, b"):
+    play(stranger, won)
+
+
+def test_zero_sum_rewards_by_agent_with_hand_checked_advantages():
+  """Agent a wins what b loses; each is measured against itself alone."""
+  gains = {0: 1.0, 1: 0.0, 2: -1.0}
+
+  def score(task, episode):
+    gain = gains[episode.index]
+    return Outcome({"a": gain, "b": -gain}, parts={"gain": gain})
+
+  def answer(key):
+    return "bad" if key == (10, 1, 1) else "ok"
+
+  groups, _ = play(two_turns, score, answer, num_tasks=1)
+  rows = rewards.row_scores(groups, {"a": 0.5, "b": 0.5})
+  np.testing.assert_allclose(rows.scores, [1, -1, 0, -0.5, -1, 1])
+  result = advantages.estimate(
+    config_lib.Advantage(),
+    rows.scores,
+    rows.group,
+    rows.agent,
+    rows.episode,
+    num_agents=2,
+    per_agent=rows.per_agent,
+  )
+  # a: mean 0, deviation 1. b: -1, -0.5, 1: mean -1/6, deviation 1.0408.
+  np.testing.assert_allclose(
+    result.values, [1, -0.8006, 0, -0.3203, -1, 1.1209], atol=2e-4
+  )

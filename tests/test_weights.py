@@ -1,0 +1,268 @@
+"""Hugging Face folders: what is read, what is written, what is refused."""
+
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from parity import make_numbers
+from safetensors.numpy import load_file, save_file
+
+from drmas_jax.models import weights
+
+pytestmark = pytest.mark.quick
+
+
+def _write(folder, name, **changes):
+  """A case's folder, with tensors added, replaced or (None) left out."""
+  tensors = make_numbers.tensors(name) | changes
+  tensors = {k: v for k, v in tensors.items() if v is not None}
+  folder.mkdir(exist_ok=True)
+  (folder / "config.json").write_text(json.dumps(make_numbers.CASES[name]))
+  save_file(tensors, folder / "model.safetensors")
+  return folder
+
+
+def _shard(folder):
+  """Splits a folder's file in two shards with an index."""
+  tensors = load_file(folder / "model.safetensors")
+  (folder / "model.safetensors").unlink()
+  names, index = sorted(tensors), {}
+  for i, part in enumerate((names[::2], names[1::2])):
+    file = f"model-{i + 1:05}-of-00002.safetensors"
+    save_file({n: tensors[n] for n in part}, folder / file)
+    index |= dict.fromkeys(part, file)
+  (folder / "model.safetensors.index.json").write_text(
+    json.dumps({"metadata": {}, "weight_map": index})
+  )
+
+
+def _load(folder, mesh=None, **kwargs):
+  return weights.load(folder, weights.read_config(folder), mesh, **kwargs)
+
+
+def _assert_same(a, b):
+  def same(x, y):
+    assert x.dtype == y.dtype
+    np.testing.assert_array_equal(x, y)
+
+  jax.tree.map(same, a, b)
+
+
+@pytest.mark.parametrize("name", make_numbers.CASES)
+def test_round_trip_is_exact(name, tmp_path):
+  source = _write(tmp_path / "a", name)
+  config, params = weights.read_config(source), _load(source)
+  weights.save(tmp_path / "b", params, config)
+  assert weights.read_config(tmp_path / "b") == config
+  _assert_same(_load(tmp_path / "b"), params)
+  written = load_file(tmp_path / "b" / "model.safetensors")
+  expected = make_numbers.tensors(name)
+  assert written.keys() == expected.keys()
+  for key, value in expected.items():
+    np.testing.assert_array_equal(written[key], value, err_msg=key)
+
+
+def test_layout_of_a_product(tmp_path):
+  """q[l, d, h, c] is q_proj[h C + c, d] of layer l; o the other way round."""
+  params = _load(_write(tmp_path / "a", "qwen3"))["layers"]["attention"]
+  tensors = make_numbers.tensors("qwen3")
+  q = tensors["model.layers.1.self_attn.q_proj.weight"]
+  o = tensors["model.layers.1.self_attn.o_proj.weight"]
+  assert params["q"][1, 7, 3, 5] == q[3 * 32 + 5, 7]
+  assert params["o"][1, 3, 5, 7] == o[7, 3 * 32 + 5]
+
+
+def test_sharded_files_and_mesh_equal_the_single_file(tmp_path, mesh):
+  folder = _write(tmp_path / "a", "qwen2_untied")
+  single = _load(folder)
+  _shard(folder)
+  _assert_same(_load(folder), single)
+  spread = _load(folder, mesh)
+  _assert_same(spread, single)
+  shard = spread["layers"]["attention"]["q"].addressable_shards[0]
+  assert shard.data.shape == (2, 16, 2, 8)
+
+
+def test_bfloat16_file_and_dtype(tmp_path):
+  folder = _write(tmp_path / "a", "llama")
+  half = {
+    k: v.astype(ml_dtypes.bfloat16)
+    for k, v in make_numbers.tensors("llama").items()
+  }
+  save_file(half, folder / "model.safetensors")
+  params = _load(folder)
+  assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype("float32")}
+  np.testing.assert_array_equal(
+    params["embedding"],
+    half["model.embed_tokens.weight"].astype(np.float32),
+  )
+  params = _load(folder, dtype=ml_dtypes.bfloat16)
+  weights.save(tmp_path / "b", params, weights.read_config(folder))
+  written = load_file(tmp_path / "b" / "model.safetensors")
+  assert written.keys() == half.keys()
+  for key, value in half.items():
+    np.testing.assert_array_equal(written[key], value)
+  raw = json.loads((tmp_path / "b" / "config.json").read_text())
+  assert raw["torch_dtype"] == "bfloat16"
+
+
+def test_parameters_do_not_follow_the_file(tmp_path):
+  """A folder may be written again while its weights are in use."""
+  folder = _write(tmp_path / "a", "llama")
+  params = _load(folder)
+  before = jax.tree.map(np.array, params)
+  path = folder / "model.safetensors"
+  with path.open("r+b") as file:
+    file.seek(-4096, 2)
+    file.write(b"\x7f" * 4096)
+  _assert_same(params, before)
+
+
+def test_save_like_copies_the_other_files(tmp_path):
+  source = _write(tmp_path / "a", "qwen2")
+  raw = json.loads((source / "config.json").read_text())
+  raw |= {"eos_token_id": 3, "dtype": "bfloat16"}
+  (source / "config.json").write_text(json.dumps(raw))
+  (source / "tokenizer.json").write_text("{}")
+  (source / "chat_template.jinja").write_text("x")
+  weights.save(
+    tmp_path / "b", _load(source), weights.read_config(source), like=source
+  )
+  assert {p.name for p in (tmp_path / "b").iterdir()} == {
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "chat_template.jinja",
+  }
+  written = json.loads((tmp_path / "b" / "config.json").read_text())
+  assert written["eos_token_id"] == 3
+  assert "dtype" not in written and written["torch_dtype"] == "float32"
+
+
+# -- what is refused -----------------------------------------------------------
+
+
+def test_missing_surplus_and_misshapen_tensors_are_named(tmp_path):
+  folder = _write(
+    tmp_path / "a",
+    "llama",
+    **{
+      "model.layers.1.mlp.up_proj.weight": None,
+      "model.layers.2.mlp.up_proj.weight": np.zeros((48, 32), np.float32),
+      "model.norm.weight": np.zeros(31, np.float32),
+    },
+  )
+  with pytest.raises(ValueError) as e:
+    _load(folder)
+  message = str(e.value)
+  assert "model.layers.1.mlp.up_proj.weight is missing" in message
+  assert "model.layers.2.mlp.up_proj.weight is surplus" in message
+  assert "model.norm.weight is (31,), config.json asks for (32,)" in message
+  assert message.count("model.") == 3
+
+
+def test_a_transposed_tensor_is_refused(tmp_path):
+  name = "model.layers.0.mlp.up_proj.weight"
+  turned = np.ascontiguousarray(make_numbers.tensors("llama")[name].T)
+  folder = _write(tmp_path / "a", "llama", **{name: turned})
+  with pytest.raises(ValueError, match=r"up_proj.weight is \(32, 48\)"):
+    _load(folder)
+
+
+def test_rotary_buffers_are_ignored(tmp_path):
+  key = "model.layers.0.self_attn.rotary_emb.inv_freq"
+  folder = _write(tmp_path / "a", "llama", **{key: np.ones(4, np.float32)})
+  _assert_same(_load(folder), _load(_write(tmp_path / "b", "llama")))
+
+
+def test_tied_head(tmp_path):
+  embedding = make_numbers.tensors("qwen2")["model.embed_tokens.weight"]
+  same = _write(tmp_path / "a", "qwen2", **{"lm_head.weight": embedding})
+  assert "head" not in _load(same)
+  other = _write(tmp_path / "b", "qwen2", **{"lm_head.weight": embedding + 1})
+  with pytest.raises(ValueError, match=r"lm_head.weight differs from"):
+    _load(other)
+  untied = _write(tmp_path / "c", "llama", **{"lm_head.weight": None})
+  with pytest.raises(ValueError, match=r"lm_head.weight is missing"):
+    _load(untied)
+
+
+def test_missing_folder_and_files(tmp_path):
+  with pytest.raises(ValueError, match="nowhere: no such checkpoint folder"):
+    weights.read_config(tmp_path / "nowhere")
+  with pytest.raises(ValueError, match=r"config.json: no such file"):
+    weights.read_config(tmp_path)
+  folder = _write(tmp_path / "a", "llama")
+  config = weights.read_config(folder)
+  (folder / "model.safetensors").write_bytes(b"\x10\x00")
+  with pytest.raises(ValueError, match=r"model.safetensors: cannot be read"):
+    weights.load(folder, config)
+  (folder / "model.safetensors").unlink()
+  with pytest.raises(ValueError, match=r"has neither model.safetensors nor"):
+    weights.load(folder, config)
+
+
+def test_index_that_names_an_absent_file(tmp_path):
+  folder = _write(tmp_path / "a", "llama")
+  _shard(folder)
+  (folder / "model-00002-of-00002.safetensors").unlink()
+  with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors"):
+    _load(folder)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (
+      {"architectures": ["GemmaForCausalLM"]},
+      "'GemmaForCausalLM' is not supported; allowed are LlamaForCausalLM, "
+      "Qwen2ForCausalLM, Qwen3ForCausalLM",
+    ),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+    ({"attention_bias": True}, "attention_bias: True is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+    ({"use_sliding_window": True}, "use_sliding_window: True"),
+    ({"hidden_size": None}, "'hidden_size' is missing"),
+  ],
+)
+def test_config_that_the_decoder_cannot_do(changes, message, tmp_path):
+  raw = make_numbers.CASES["llama"] | changes
+  raw = {k: v for k, v in raw.items() if v is not None}
+  (tmp_path / "config.json").write_text(json.dumps(raw))
+  with pytest.raises(ValueError, match=r"config.json") as e:
+    weights.read_config(tmp_path)
+  assert message in str(e.value)
+
+
+def test_config_of_transformers_4_and_5(tmp_path):
+  """Version 5 keeps theta and scaling in `rope_parameters`."""
+  raw = dict(make_numbers.CASES["llama32"])
+  (tmp_path / "config.json").write_text(json.dumps(raw))
+  old = weights.read_config(tmp_path)
+  assert old.rope_theta == 5e5 and old.rope_scaling.factor == 32.0
+  rope = {"rope_theta": raw.pop("rope_theta"), **raw.pop("rope_scaling")}
+  raw["rope_parameters"] = rope
+  del raw["architectures"]
+  (tmp_path / "config.json").write_text(json.dumps(raw))
+  assert weights.read_config(tmp_path) == old
+
+
+def test_defaults_of_absent_keys(tmp_path):
+  """Grouping, head size and theta may be left out."""
+  raw = dict(make_numbers.CASES["qwen3_untied"])
+  for key in ("head_dim", "num_key_value_heads", "rope_theta"):
+    del raw[key]
+  (tmp_path / "config.json").write_text(json.dumps(raw))
+  config = weights.read_config(tmp_path)
+  assert (config.head_dim, config.num_kv_heads) == (128, 6)
+  assert config.rope_theta == 10_000.0
+
+
+def test_save_replaces_what_is_there(tmp_path):
+  folder = _write(tmp_path / "a", "llama_tied")
+  config, params = weights.read_config(folder), _load(folder)
+  moved = jax.tree.map(lambda x: x + 1, params)
+  weights.save(folder, moved, config)
+  _assert_same(_load(folder), moved)
