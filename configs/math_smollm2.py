@@ -30,15 +30,22 @@ def _policy() -> dict:
   )
 
 
+def _agent(name: str) -> dict:
+  # At temperature 1 so small a policy writes no verdict in the form asked for.
+  return dict(
+    role=f"math.{name}",
+    policy=name,
+    max_tokens=128,
+    sampling=dict(temperature=0.4),
+  )
+
+
 def get_config() -> ConfigDict:
   return ConfigDict(
     dict(
       steps=2,
       policies=dict(solver=_policy(), verifier=_policy()),
-      agents=dict(
-        solver=dict(role="math.solver", policy="solver", max_tokens=128),
-        verifier=dict(role="math.verifier", policy="verifier", max_tokens=128),
-      ),
+      agents=dict(solver=_agent("solver"), verifier=_agent("verifier")),
       orchestra=dict(name="math", options=dict(max_loops=2)),
       environment=dict(name="math"),
       data=dict(

@@ -11,6 +11,7 @@ The last `keep` steps stay, and the one with the highest score.
 
 import dataclasses
 import fnmatch
+import functools
 import logging
 import pathlib
 import shutil
@@ -25,7 +26,7 @@ FORMAT = 1  # of `Run` and of the item names; raised when either changes
 _log = logging.getLogger(__name__)
 
 
-class FormatError(ValueError):
+class FormatError(config_lib.ConfigError):
   """A checkpoint of another version of this package."""
 
 
@@ -76,9 +77,11 @@ class Checkpoints:
     self._read_only = read_only
     self._scores: dict[int, float | None] = {}
     self._folder = pathlib.Path(workdir).absolute() / "checkpoints"
-    self._manager = self._open()
 
-  def _open(self) -> Any:
+  @functools.cached_property
+  def _manager(self) -> Any:
+    """Made when there is something to read or to save: a run that is refused
+    at its start leaves no folder."""
     if not self._read_only:
       self._folder.mkdir(parents=True, exist_ok=True)
     return self._ocp.CheckpointManager(
@@ -115,10 +118,9 @@ class Checkpoints:
 
   def wait(self) -> None:
     """Until the save under way is committed; then old steps are deleted."""
-    self._manager.wait_until_finished()
+    steps = self.steps()
     if self._read_only:
       return
-    steps = self.steps()
     kept = {*steps[-self._keep :], self.best()}
     for step in steps:
       if step not in kept:
@@ -126,10 +128,13 @@ class Checkpoints:
 
   def close(self) -> None:
     self.wait()
-    self._manager.close()
+    if "_manager" in vars(self):
+      self._manager.close()
 
   def steps(self) -> list[int]:
     """Committed steps, rising."""
+    if not self._folder.is_dir():
+      return []
     self._manager.wait_until_finished()
     return sorted(self._manager.all_steps())
 
@@ -143,16 +148,24 @@ class Checkpoints:
     return max(known)[1] if known else None
 
   def run(self, step: int | None = None) -> Run | None:
-    """The record of a step; without one, of the newest that can be read."""
+    """The record of a step; without one, of the newest that can be read.
+
+    Raises:
+      ConfigError: where there are checkpoints and none can be read.
+    """
     if step is not None:
       return self._read(step, {})[1]
+    failed: dict[int, Exception] = {}
     for step in reversed(self.steps()):
       try:
         return self._read(step, {})[1]
       except FormatError:
         raise
       except Exception as e:
+        failed[step] = e
         _log.warning("checkpoint %s: %s", self._folder / str(step), _brief(e))
+    if failed:
+      raise self._unreadable(failed)
     return None
 
   def restore(
@@ -169,7 +182,7 @@ class Checkpoints:
       could not be read are renamed to `<step>.broken`.
 
     Raises:
-      ValueError: where there are checkpoints and none can be read.
+      ConfigError: where there are checkpoints and none can be read.
     """
     failed: dict[int, Exception] = {}
     for step in reversed(self.steps()):
@@ -182,14 +195,17 @@ class Checkpoints:
         continue
       self._set_aside(failed, step)
       return restored
-    if not failed:
-      return None
-    step, error = next(iter(failed.items()))
-    raise ValueError(
+    if failed:
+      raise self._unreadable(failed)
+    return None
+
+  def _unreadable(self, failed: Mapping[int, Exception]) -> Exception:
+    newest = max(failed)
+    return config_lib.ConfigError(
       f"{self._folder}: none of the checkpoints {sorted(failed)} can be "
-      f"read; the newest, {step}: {_brief(error)}; if it was made with "
-      "another config or version, use that one, or start a new --workdir"
-    ) from error
+      f"read; the newest, {newest}: {_brief(failed[newest])}; if it was made "
+      "with another config or version, use that one, or start a new --workdir"
+    )
 
   def restore_policy(
     self, step: int, name: str, abstract: TrainState

@@ -13,14 +13,16 @@ State changes only in `Training.step`, and is saved only between steps, so that
 a kill at any moment leaves a run that continues bit for bit.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import resource
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,13 +46,10 @@ from drmas_jax import (
 from drmas_jax import config as config_lib
 from drmas_jax.backbone import Backbone, checkpoint_folder
 from drmas_jax.models import weights
+from drmas_jax.rollout import Stopped
 from drmas_jax.types import Group, RunError
 
 _GRACE_S = 30.0  # a step may go on for this long after SIGTERM
-
-
-class Abandoned(Exception):
-  """The step under way is given up; the state is that before it."""
 
 
 class Stop:
@@ -68,17 +67,22 @@ class Stop:
       signal.signal(number, signal.SIG_DFL)
       signal.raise_signal(number)
     self.signal, self._since = number, time.monotonic()
-    print(
+    # Not print: the signal may have come in the middle of one.
+    os.write(
+      2,
       f"drmas_jax: {signal.Signals(number).name}: the step is finished (or "
       f"given up after {_GRACE_S:.0f} s), then the run is saved; once more "
-      "to end at once",
-      file=sys.stderr,
+      "to end at once\n".encode(),
     )
 
   def check(self) -> None:
     """Called within a step."""
     if self.signal and time.monotonic() - self._since > _GRACE_S:
-      raise Abandoned
+      raise Stopped
+
+  @property
+  def exit_code(self) -> int:
+    return 128 + (self.signal or signal.SIGTERM)  # or another host's wish
 
   def close(self) -> None:
     for number, handler in self._before.items():
@@ -124,15 +128,39 @@ def _build(config: config_lib.Config) -> dict[str, Backbone]:
     name: checkpoint_folder(policy.checkpoint)
     for name, policy in config.policies.items()
   }
-  try:
-    models = {n: weights.read_config(f) for n, f in sorted(folders.items())}
-  except ValueError as e:
-    raise config_lib.ConfigError(str(e)) from e
+  models = {}
+  for name, folder in sorted(folders.items()):
+    with _reading(config, name):
+      models[name] = weights.read_config(folder)
   plan = placement.plan(config, models)
-  return {
-    name: Backbone(name, config, plan.slices[name], model, folders[name])
-    for name, model in models.items()
-  }
+  _say(
+    f"{placement.describe(plan)}; {', '.join(models)} from "
+    f"{', '.join(config.policies[n].checkpoint for n in models)}"
+  )
+  backbones = {}
+  for name, model in models.items():
+    with _reading(config, name):
+      backbones[name] = Backbone(
+        name, config, plan.slices[name], model, folders[name]
+      )
+  return backbones
+
+
+@contextlib.contextmanager
+def _reading(config: config_lib.Config, policy: str) -> Iterator[None]:
+  """Around what reads a policy's folder: what is wrong there is no bug."""
+  try:
+    yield
+  except ValueError as e:
+    key = f"policies.{policy}.checkpoint"
+    value = config.policies[policy].checkpoint
+    raise config_lib.ConfigError(f"{key}={value!r}: {e}") from e
+
+
+def _say(text: str) -> None:
+  """What is going on, for whoever watches; on stderr, by process 0."""
+  if jax.process_index() == 0:
+    print(f"drmas_jax: {text}", file=sys.stderr, flush=True)
 
 
 def _source(config: config_lib.Config, source: config_lib.Source) -> Any:
@@ -183,6 +211,7 @@ class Training:
     # What a checkpoint holds beside the policies.
     self.step_done = 0
     self.cursor = 0
+    self.score: float | None = None  # held-out, of the step done
     self.before: dict[str, metrics.Interval] = {}
     self.deterministic = True
     self.totals = {"seconds": 0.0, "cpu_seconds": 0.0, "tokens": 0.0}
@@ -196,31 +225,38 @@ class Training:
 
   def run(self) -> int:
     """Trains to `config.steps`; returns the exit code."""
-    after: dict[str, metrics.Interval] = {}
-    if not self.before and self.step_done == 0:
-      self.before = self.evaluate(final=True).summary()
-    saved = self.step_done if self.checkpoints.latest() is not None else None
-    while self.step_done < self.config.steps and self.step():
-      last = self.step_done == self.config.steps
-      due = (
-        self.config.eval.every and self.step_done % self.config.eval.every == 0
-      )
-      score = None
-      if last or due:
-        evaluation = self.evaluate(final=last)
-        score = evaluation.score
-        after = evaluation.summary() if last else after
-      self.writer.flush()
-      if last or self.step_done % self.config.checkpoint.every == 0:
-        self.save(score)
-        saved = self.step_done
-    if self.step_done < self.config.steps:
-      return self._interrupted(saved)
+    try:
+      if not self.before and self.step_done == 0:
+        _say(f"first the held-out tasks; then {self.config.steps} steps")
+        self.before = self.evaluate(final=True).summary()
+      while self.step_done < self.config.steps:
+        self._follow_up()
+        self.step()
+      after = self._follow_up()
+    except Stopped:
+      return self._interrupted()
     self._finish(after)
     return 0
 
-  def step(self) -> bool:
-    """One step; False if the run is to stop (the state is then saved)."""
+  def _follow_up(self) -> dict[str, metrics.Interval]:
+    """What is due after the step done, unless it was before a resume."""
+    result: dict[str, metrics.Interval] = {}
+    step, every = self.step_done, self.config.eval.every
+    last = step == self.config.steps
+    if last or (self.score is None and every and step and step % every == 0):
+      evaluation = self.evaluate(final=last)
+      self.score, result = evaluation.score, evaluation.summary()
+    self.writer.flush()
+    if last or (step and step % self.config.checkpoint.every == 0):
+      self.save()
+    return result
+
+  def step(self) -> None:
+    """One step.
+
+    Raises:
+      Stopped: by a signal, on any host; the state is that before or after it.
+    """
     began = time.monotonic()
     groups, stopping = self._collect()
     played = time.monotonic()
@@ -238,9 +274,10 @@ class Training:
     work = {b.name: b.work(rows, estimate.values) for b in trained}
     shares = self._agree(work, groups, stopping)
     if max(s["abandoned"] for s in shares):
-      return False
+      raise Stopped
     self._check_failures(shares)
     outputs, skipped = self._update(rows, estimate.values, work, shares)
+    self.score = None
     self.step_done += 1
     self.cursor += self.config.data.num_tasks
     found = metrics.rollout(
@@ -263,7 +300,8 @@ class Training:
     }
     self._record(found, tokens, played - began)
     self._write_episodes(groups, rows, estimate.values)
-    return not max(s["stop"] for s in shares)
+    if max(s["stop"] for s in shares):
+      raise Stopped
 
   def _collect(self) -> tuple[list[Group], bool]:
     """This host's groups of the step, or none if the step is given up."""
@@ -273,7 +311,7 @@ class Training:
     size = self.config.data.group_size
     try:
       return self.rollout.collect(tasks, size, self.keys["train"]), False
-    except Abandoned:
+    except Stopped:
       return [], True
 
   def _agree(self, work, groups: list[Group], abandoned: bool) -> list[dict]:
@@ -433,7 +471,7 @@ class Training:
 
   # -- save, restore, end --
 
-  def save(self, score: float | None) -> None:
+  def save(self) -> None:
     self.totals |= self._used()
     self.checkpoints.save(
       checkpoint.Run(
@@ -447,7 +485,7 @@ class Training:
           "deterministic": self.deterministic,
           "totals": self.totals,
         },
-        score=score,
+        score=self.score,
       ),
       {n: self.backbones[n].state for n in self.config.trained},
     )
@@ -455,21 +493,22 @@ class Training:
   def restore(self, allow_change: Sequence[str]) -> None:
     """The newest checkpoint of the workdir, or the checkpoint folders."""
     run = self.checkpoints.run()
-    if run is not None and self.mode == "train":
-      checkpoint.compare_config(
-        run.config, config_lib.to_dict(self.config), allow_change
-      )
+    self._check_resume(run, allow_change)
     for name, backbone in self.backbones.items():
       if run is None or name not in self.config.trained:
-        backbone.load()
+        with _reading(self.config, name):
+          backbone.load()
     if run is not None:
       states, run = self.checkpoints.restore(
         {n: self.backbones[n].abstract_state() for n in self.config.trained}
       )
+      self._check_resume(run, allow_change)  # it may be an older one
+      _say(f"goes on from step {run.step} of {self.workdir}")
       for name, state in states.items():
         self.backbones[name].state = state
         self.backbones[name].updates = run.versions[name]
       self.step_done, self.cursor = run.step, run.cursor
+      self.score = run.score
       self.before = run.extra["before"]
       self.deterministic = run.extra["deterministic"]
       self.totals = run.extra["totals"]
@@ -477,7 +516,18 @@ class Training:
     for backbone in self.backbones.values():
       backbone.resume()
     if self.mode == "train":
-      self._open_writer(run)
+      try:
+        self._open_writer(run)
+      except OSError as e:
+        raise config_lib.ConfigError(f"--workdir={self.workdir}: {e}") from e
+
+  def _check_resume(
+    self, run: checkpoint.Run | None, allow_change: Sequence[str]
+  ) -> None:
+    if run is not None and self.mode == "train":
+      checkpoint.compare_config(
+        run.config, config_lib.to_dict(self.config), allow_change
+      )
 
   def _open_writer(self, run: checkpoint.Run | None) -> None:
     self.writer = writers.RunWriter(
@@ -496,23 +546,18 @@ class Training:
       "cpu_seconds": self._earlier["cpu_seconds"] + time.process_time(),
     }
 
-  def _interrupted(self, saved: int | None) -> int:
-    if saved != self.step_done:
-      self.save(None)
+  def _interrupted(self) -> int:
+    self.writer.flush()
+    self.save()
     self.close()
-    number = self.stop.signal or signal.SIGTERM  # another host's wish
-    if self.writer.primary:
-      print(
-        f"drmas_jax: saved step {self.step_done} of {self.config.steps} in "
-        f"{self.workdir}; the same command goes on from there",
-        file=sys.stderr,
-      )
-    return 128 + number
+    _say(
+      f"saved step {self.step_done} of {self.config.steps} in {self.workdir}; "
+      "the same command goes on from there"
+    )
+    return self.stop.exit_code
 
   def _finish(self, after: dict[str, metrics.Interval]) -> None:
     """Summary, figure and table."""
-    if not after:  # a finished run, started again: nothing was left to do
-      after = self.evaluate(final=True).summary()
     self.checkpoints.wait()
     self.totals |= self._used()
     tokens = self.totals["tokens"]
@@ -562,7 +607,11 @@ def evaluate_workdir(
 
 def _report(training: Training) -> int:
   """`--mode=eval`: prints the evaluation, and writes it as eval.json."""
-  result = training.evaluate(final=True)
+  try:
+    result = training.evaluate(final=True)
+  except Stopped:
+    training.close()
+    return training.stop.exit_code
   summary = {
     "step": training.step_done,
     "num_tasks": len(result.success),
@@ -570,6 +619,7 @@ def _report(training: Training) -> int:
     "metrics": result.metrics(),
   }
   if jax.process_index() == 0:
+    training.workdir.mkdir(parents=True, exist_ok=True)
     writers.write_json(training.workdir / "eval.json", summary)
     print(json.dumps(summary, indent=2))
   training.close()

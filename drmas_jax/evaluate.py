@@ -9,7 +9,7 @@ import numpy as np
 
 from drmas_jax import config as config_lib
 from drmas_jax import hosts, metrics, rewards
-from drmas_jax.rollout import Rollout
+from drmas_jax.rollout import Rollout, Stopped
 from drmas_jax.types import Group, Task
 
 
@@ -66,12 +66,20 @@ def run(
     tasks: the held-out ones, the same on every host.
     config: of the run.
     key: of purpose "eval", so that every evaluation draws the same numbers.
+
+  Raises:
+    Stopped: a heartbeat gave it up, on this or on another host.
   """
   own = hosts.share(tasks)
-  groups = rollout.collect(own, config.eval.k, key, config.eval.sampling)
+  groups, stopped = [], False
+  try:
+    groups = rollout.collect(own, config.eval.k, key, config.eval.sampling)
+  except Stopped:
+    stopped = True
   counts = hosts.agree(
     "eval",
     {
+      "stopped": stopped,
       "ok": [[rewards.ok(e) for e in g.episodes] for g in groups],
       "won": [
         [rewards.ok(e) and e.outcome.won for e in g.episodes] for g in groups
@@ -79,6 +87,8 @@ def run(
     },
     config.placement.timeout_s,
   )
+  if any(c["stopped"] for c in counts):
+    raise Stopped
   rows = rewards.row_scores(
     groups, {n: a.invalid_penalty for n, a in config.agents.items()}
   )

@@ -174,7 +174,9 @@ class _Hosts:
   def _problem(self) -> str | None:
     """Why the run cannot go on, if it cannot."""
     now, waiting = time.monotonic(), self._waiting
-    limit = min(self.timeout_s, _SILENT_S)
+    over = waiting is not None and now > waiting[2]
+    # Once a wait is over, a host that has missed a few beats is the reason.
+    limit = 8 * _BEAT_S if over else min(self.timeout_s, _SILENT_S)
     for host, (sign, since) in self._seen.items():
       who = f"host {host} ({sign.name})"
       late = waiting is not None and sign.entered < waiting[1]
@@ -186,12 +188,12 @@ class _Hosts:
           f"{who} has not answered for {now - since:.0f} s; it was last seen "
           f"at: {sign.at}"
         )
-      elif late and now > waiting[2]:
+      elif late and over:
         return (
           f"{who} has not come to: {waiting[0]}, within the limit of "
           f"placement.timeout_s={self.timeout_s:g}; it is alive, at: {sign.at}"
         )
-    if waiting is not None and now > waiting[2]:
+    if over:
       return (
         f"all hosts came to: {waiting[0]}, but it did not end within "
         f"placement.timeout_s={self.timeout_s:g}"

@@ -27,8 +27,12 @@ def logits(
   adds up in its own precision.
   """
   flat = hidden.reshape(-1, hidden.shape[-1])
+  exact = hidden.dtype == jnp.float32  # not bfloat16 on TPU or TF32 on GPU
   out = jnp.matmul(
-    flat, head.astype(hidden.dtype), preferred_element_type=jnp.float32
+    flat,
+    head.astype(hidden.dtype),
+    precision=jax.lax.Precision.HIGHEST if exact else None,
+    preferred_element_type=jnp.float32,
   )
   if vocab_size < head.shape[1]:
     out = jnp.where(jnp.arange(head.shape[1]) < vocab_size, out, MASKED)

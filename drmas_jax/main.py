@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Returns the exit code."""
   args, extra = _parser().parse_known_args(argv)
   try:
-    config = config_lib.read(args.config, _overrides(extra))
+    config = config_lib.read(args.config, _overrides(extra), args.mode)
     workdir = args.workdir or f"runs/{pathlib.Path(args.config).stem}"
     _compile_cache()
     # Heavy from here on: --help and a wrong config never get this far.

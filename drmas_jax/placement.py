@@ -185,6 +185,11 @@ def lay_out(
   """
   owned = STRATEGIES[config.placement.strategy](config, num_hosts, num_local)
   faults: list[str] = []
+  if config.data.num_tasks % num_hosts:
+    faults.append(
+      f"data.num_tasks: {config.data.num_tasks} tasks cannot be shared evenly "
+      f"by {num_hosts} hosts; allowed are multiples of {num_hosts}"
+    )
   layouts = {}
   for name, local in owned.items():
     try:
@@ -480,6 +485,16 @@ def table(found: Mapping[str, Sequence[int]]) -> str:
   for phase, values in found.items():
     lines.append(f"  {phase:<12}" + "".join(f"{v / _GB:>9.3f}" for v in values))
   return "\n".join(lines)
+
+
+def describe(plan: Plan) -> str:
+  """One line: the devices, and what the fullest of them must hold."""
+  devices = {d for s in plan.slices.values() for d in s.train_mesh.devices.flat}
+  kind = next(iter(devices)).device_kind
+  return (
+    f"{len(devices)} device(s), {kind}, at most "
+    f"{_peak(plan.memory) / _GB:.2f} GB on one"
+  )
 
 
 # -- moves ---------------------------------------------------------------------

@@ -37,6 +37,10 @@ from drmas_jax.types import (
 )
 
 
+class Stopped(Exception):
+  """What a heartbeat raises: the rollout under way is given up."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Member:
   """An agent of the team with its role looked up."""

@@ -107,7 +107,7 @@ def test_without_noise_a_team_is_right_and_says_so():
     assert grading.grade(solution.completion, task.answer)
     # The steps are there, and the verifier's are the same ones.
     steps = re.findall(r"\d+", solution.completion)
-    assert len(steps) == 3
+    assert len(steps) == 4
     assert verdict.completion == f"{','.join(steps)}<verify>approve</verify>"
     assert verdict.args == (task, (("solver", solution.completion),))
 

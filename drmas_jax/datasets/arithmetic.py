@@ -12,7 +12,7 @@ so no question is in both.
 `--mode=sft`. A solver shows its steps, a verifier redoes them and then gives
 its verdict:
 
-    solver    7,4,\boxed{9}
+    solver    7,4\boxed{9}
     verifier  7,4,9<verify>approve</verify>
 """
 
@@ -82,7 +82,7 @@ class Arithmetic:
 def make(
   split: str,
   *,
-  num_operands: int = 4,
+  num_operands: int = 5,
   modulus: int = 10,
   num_tasks: int = 100_000,
 ) -> Arithmetic:
@@ -134,10 +134,9 @@ def demonstrations(
   task: Task,
   rng: np.random.Generator,
   *,
-  solver_noise: float = 0.25,
-  solver_slip: float = 0.6,
-  retry_noise: float = 0.25,
-  retry_slip: float = 0.6,
+  solver_noise: float = 0.15,
+  solver_slip: float = 0.75,
+  retry_copy: float = 0.2,
   verifier_noise: float = 0.05,
   verifier_flip: float = 0.02,
 ) -> dict[str, list[Demonstration]]:
@@ -149,8 +148,8 @@ def demonstrations(
     solver_noise: chance that a step's result is a random number.
     solver_slip: chance that a product comes out one too high. A systematic
       error, so that even the likeliest completion has something to learn.
-    retry_noise: `solver_noise` of the solution that follows a rejection.
-    retry_slip: `solver_slip` of that solution.
+    retry_copy: chance that the solution after a rejection takes over what the
+      verifier found; otherwise it is worked anew, as the first one was.
     verifier_noise: chance that a step the verifier redoes is a random number.
     verifier_flip: chance of the verdict that its own result speaks against.
 
@@ -170,7 +169,8 @@ def demonstrations(
   calls["verifier"].append(Demonstration((task, said), verdict))
   if not approved:
     said += (("verifier", verdict),)
-    again = _work(task.info, rng, retry_noise, retry_slip)
+    anew = _work(task.info, rng, solver_noise, solver_slip)
+    again = redone if rng.random() < retry_copy else anew
     calls["solver"].append(Demonstration((task, said), _solution(again)))
   return calls
 
@@ -201,7 +201,9 @@ def _work(
 
 
 def _solution(steps: list[int]) -> str:
-  shown = "".join(f"{value}," for value in steps[:-1])
+  # No comma before the box: every result then stands two tokens after the one
+  # before it, as the operands do, so that one offset finds what to add.
+  shown = ",".join(map(str, steps[:-1]))
   return f"{shown}\\boxed{{{steps[-1]}}}"
 
 

@@ -1,0 +1,450 @@
+"""The command end to end, cut to a few steps; what it refuses, and how."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import small_run
+from safetensors.numpy import load_file, save_file
+
+from drmas_jax import (
+  backbone,
+  coordinator,
+  data,
+  main,
+  placement,
+  rewards,
+  rollout,
+)
+from drmas_jax import config as config_lib
+
+CONFIG = small_run.ROOT / "tests" / "small_run.py"
+TINY = small_run.ROOT / "drmas_jax" / "models" / "tiny"
+
+
+# -- what a run leaves ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+  """(workdir, what it said of itself) of the job, as a user starts it."""
+  workdir = tmp_path_factory.mktemp("runs") / "deep" / "job"
+  code, said = small_run.run(
+    workdir, "--config.steps=3", "--config.eval.every=2", fault="none"
+  )
+  assert code == 0, said
+  return workdir, said
+
+
+def test_it_leaves_what_a_user_looks_for(job):
+  workdir, said = job
+  assert {p.name for p in workdir.iterdir()} == {
+    *("config.json", "summary.json", "report.png", "metrics.jsonl"),
+    *("checkpoints", "tensorboard", "transcripts"),
+  }
+  config = json.loads((workdir / "config.json").read_text())
+  assert config["steps"] == 3 and config["policies"]["solver"]["micro_batch"]
+  assert (workdir / "report.png").read_bytes().startswith(b"\x89PNG")
+  assert {p.name for p in (workdir / "checkpoints").iterdir()} == {"2", "3"}
+  (events,) = (workdir / "tensorboard").iterdir()
+  assert events.stat().st_size > 1000
+  episodes = small_run.transcripts(workdir)
+  assert len(episodes) == 3 * 2 * 4  # 2 groups of 4 of every step
+  first = episodes[0]
+  assert first["kind"] == "train" and first["status"] == "ok"
+  assert [t["agent"] for t in first["turns"]][:2] == ["solver", "verifier"]
+  assert "before" in said and "after" in said  # the table
+  assert "step 3/3" in said and "tokens/s" in said
+
+
+def test_the_summary(job):
+  summary = json.loads((job[0] / "summary.json").read_text())
+  for when in ("before", "after"):
+    assert summary[when].keys() == {"avg@2", "pass@2"}
+    for mean, low, high in summary[when].values():
+      assert 0 <= low <= mean <= high <= 1
+  found = small_run.metrics(job[0])
+  assert summary["before"]["avg@2"][0] == found[0, "eval/avg@2"]
+  assert summary["after"]["avg@2"][0] == found[3, "eval/avg@2"]
+  assert summary["deterministic"] is True
+  assert summary["steps"] == 3 and summary["best_step"] in (2, 3)
+  assert summary["cpu_seconds"] > 1
+  assert 0 < summary["seconds_to_first_step"] < summary["seconds"]
+  tokens = sum(found[step, "rollout/tokens"] for step in (1, 2, 3))
+  assert summary["tokens"] == tokens
+  assert summary["tokens_per_s"] == pytest.approx(tokens / summary["seconds"])
+  assert 0.1 < summary["peak_memory_gb"] < 2
+
+
+BY_AGENT = (
+  *("turns", "reward", "part_correct", "mu", "sigma", "kappa_groups"),
+  *("entropy", "completion_length", "truncated", "valid", "turn_faults"),
+  *("singleton_groups", "zero_variance_groups"),
+)
+BY_TRAINED_AGENT = ("clip_fraction", "logprob_gap", "logprob_gap_max")
+
+
+def test_the_metrics(job):
+  found = small_run.metrics(job[0])
+  steps = {step for step, _ in found}
+  assert steps == {0, 1, 2, 3}
+  evaluated = {s for s, name in found if name == "eval/avg@2"}
+  assert evaluated == {0, 2, 3}
+  for step in (1, 2, 3):
+    names = {name for s, name in found if s == step}
+    for agent in ("solver", "verifier"):
+      assert {f"{n}/{agent}" for n in BY_AGENT} <= names
+      updated = not any(
+        found[step, f"skipped/{why}/{agent}"]
+        for why in ("no_rows", "no_signal", "non_finite")
+      )
+      wanted = {f"{n}/{agent}" for n in BY_TRAINED_AGENT}
+      wanted |= {f"grad_norm/{agent}", f"grad_norm/{agent}/{agent}"}
+      assert wanted <= names if updated else not wanted & names
+      if found[step, f"kappa_groups/{agent}"]:
+        assert found[step, f"kappa/{agent}"] > 0
+    rates = ("approved", "rejected", "missing")
+    shares = [found[step, f"label_{n}/verifier"] for n in rates]
+    assert sum(shares[:2]) == pytest.approx(1) and shares[2] <= 1
+    assert found[step, "episodes/team"] == 16
+    assert found[step, "episodes_failed/team"] == 0
+  assert None not in found.values()
+
+
+def test_the_first_updates_ratio_is_one(job):
+  """Rule 9, in fp32 with the sampler's log-probs as the old ones."""
+  found = small_run.metrics(job[0])
+  for policy in ("solver", "verifier"):
+    errors = [
+      found[step, f"ratio_error/{policy}"]
+      for step in (1, 2, 3)
+      if (step, f"ratio_error/{policy}") in found
+    ]
+    assert errors and max(errors) <= 1e-3
+
+
+def test_nothing_imports_tensorflow(job):
+  assert json.loads(job[1].splitlines()[-1])["tensorflow"] is False
+
+
+# -- in this process, 4 and 4 devices ------------------------------------------
+
+SPLIT = "--config.placement.strategy=split"
+
+
+def call(workdir, *flags):
+  return main.main([f"--config={CONFIG}", f"--workdir={workdir}", *flags])
+
+
+def test_two_policies_on_disjoint_slices(tmp_path):
+  """And a step in which all rewards are equal (rule 12): one token is no
+  answer, so nobody is right and nobody is updated."""
+  workdir = tmp_path / "run"
+  assert call(workdir, SPLIT, "--config.steps=2") == 0
+  trained = small_run.state(workdir, 2)
+  assert trained["solver", "['step']"] + trained["verifier", "['step']"] > 0
+  mute = [f"--config.agents.{a}.max_tokens=1" for a in ("solver", "verifier")]
+  allow = [f"--allow_change=agents.{a}" for a in ("solver", "verifier")]
+  assert call(workdir, SPLIT, "--config.steps=4", *mute, *allow) == 0
+  small_run.assert_equal(small_run.state(workdir, 4), trained)
+  found = small_run.metrics(workdir)
+  for step in (3, 4):
+    assert found[step, "reward/team"] == 0
+    for name in ("solver", "verifier"):
+      assert found[step, f"skipped/no_signal/{name}"] == 1
+      assert (step, f"grad_norm/{name}") not in found
+      assert found[step, f"kappa_groups/{name}"] == 0
+  assert None not in found.values()
+
+
+def test_eval_mode_leaves_a_run_alone(job, tmp_path, capsys):
+  workdir = shutil.copytree(job[0], tmp_path / "copy")
+  before = {p.name: p.stat().st_mtime_ns for p in workdir.iterdir()}
+  assert call(workdir, SPLIT, "--mode=eval", "--config.eval.num_tasks=8") == 0
+  result = json.loads((workdir / "eval.json").read_text())
+  assert result["step"] == 3 and result["num_tasks"] == 8
+  mean, low, high = result["result"]["avg@2"]
+  assert 0 <= low <= mean <= high <= 1
+  assert json.loads(capsys.readouterr().out) == result
+  after = {p.name: p.stat().st_mtime_ns for p in workdir.iterdir()}
+  assert after.pop("eval.json") and after == before
+
+
+def test_eval_mode_with_frozen_policies_and_no_run(tmp_path, capsys):
+  frozen = [
+    f"--config.policies.{p}.frozen=True" for p in ("solver", "verifier")
+  ]
+  assert call(tmp_path / "new", SPLIT, "--mode=eval", *frozen) == 0
+  assert json.loads(capsys.readouterr().out)["step"] == 0
+  assert {p.name for p in (tmp_path / "new").iterdir()} == {"eval.json"}
+
+
+def test_a_frozen_policy_takes_part_and_stays(tmp_path):
+  flags = (SPLIT, "--config.policies.verifier.frozen=True")
+  for steps in (2, 3):  # resumed from 2
+    assert call(tmp_path, *flags, f"--config.steps={steps}") == 0
+  saved = tmp_path / "checkpoints" / "3"
+  assert (saved / "policy_solver").is_dir()
+  assert not (saved / "policy_verifier").exists()
+  found = small_run.metrics(tmp_path)
+  for step in (1, 2, 3):
+    assert found[step, "turns/verifier"] > 0
+    assert (step, "grad_norm/verifier") not in found
+    assert (step, "skipped/no_signal/verifier") not in found
+  assert small_run.policy(tmp_path, 3, "solver")["['step']"] > 0
+
+
+# -- the same turns on other slices, other slots -------------------------------
+
+
+def make(num_devices=8, num_slots=8, **placed):
+  """Backbones with weights, ready for a rollout."""
+  config = config_lib.read(CONFIG)
+  policies = {
+    name: dataclasses.replace(
+      policy,
+      engine=dataclasses.replace(policy.engine, num_slots=num_slots),
+    )
+    for name, policy in config.policies.items()
+  }
+  config = dataclasses.replace(
+    config,
+    policies=policies,
+    placement=config_lib.Placement(**placed),
+  )
+  models = {
+    name: backbone.weights.read_config(TINY / name) for name in policies
+  }
+  plan = placement.plan(config, models, jax.devices()[:num_devices])
+  backbones = {
+    name: backbone.Backbone(name, config, plan.slices[name], model, TINY / name)
+    for name, model in models.items()
+  }
+  for made in backbones.values():
+    made.load()
+    made.resume()
+  return config, backbones
+
+
+def play(config, backbones):
+  """The groups of the first step."""
+  made = rollout.Rollout(
+    rollout.Team(config), {n: b.sampler for n, b in backbones.items()}, config
+  )
+  source = coordinator._source(config, config.data.source)
+  tasks = data.Stream(source, config.seed).tasks(0, config.data.num_tasks)
+  key = rollout.root_key(config.seed, "train")
+  try:
+    return made.collect(tasks, config.data.group_size, key)
+  finally:
+    made.close()
+
+
+def turns_of(groups):
+  return [t for g in groups for e in g.episodes for t in e.turns]
+
+
+@pytest.fixture(scope="module")
+def one_device():
+  config, backbones = make(num_devices=1)
+  return config, backbones, play(config, backbones)
+
+
+def test_4_and_32_slots_play_the_same_episodes(one_device):
+  """Rule 26, through orchestra, tags and reward."""
+  for num_slots in (4, 32):
+    config, backbones = make(num_devices=1, num_slots=num_slots)
+    groups = play(config, backbones)
+    pairs = zip(turns_of(groups), turns_of(one_device[2]), strict=True)
+    for turn, other in pairs:
+      assert (turn.agent, turn.index) == (other.agent, other.index)
+      np.testing.assert_array_equal(turn.prompt_ids, other.prompt_ids)
+      np.testing.assert_array_equal(turn.completion_ids, other.completion_ids)
+      assert turn.stop_reason == other.stop_reason
+      np.testing.assert_allclose(
+        turn.sampler_logprobs, other.sampler_logprobs, atol=1e-5
+      )
+
+
+def update(backbones, groups, values):
+  rows = rewards.row_scores(groups, dict.fromkeys(("solver", "verifier"), 0.1))
+  outputs = {}
+  for name, made in backbones.items():
+    work = made.work(rows, values)
+    outputs[name] = made.update(rows, values, work, work.size, work.tokens)[0]
+  return placement.fetch(outputs)
+
+
+def test_one_update_is_the_same_on_one_device_and_on_4_and_4(one_device):
+  _, backbones, groups = one_device
+  rows = rewards.row_scores(groups, dict.fromkeys(("solver", "verifier"), 0.1))
+  # Advantages of all sizes, whatever the shipped policies know.
+  values = np.linspace(-1.5, 1.2, len(rows.turns)).astype(np.float32)
+  start = placement.fetch({n: b.state for n, b in backbones.items()})
+  one = update(backbones, groups, values)
+  _, split = make(strategy="split")
+  slices = [set(b.slice.train_mesh.devices.flat) for b in split.values()]
+  assert [len(s) for s in slices] == [4, 4] and not slices[0] & slices[1]
+  four = update(split, groups, values)
+  for name in backbones:
+    np.testing.assert_allclose(
+      one[name].grad_norm, four[name].grad_norm, rtol=1e-4
+    )
+    assert one[name].grad_norm > 0 and one[name].ratio_error < 1e-3
+    before, got, want = (
+      jax.tree.leaves(placement.fetch(s))
+      for s in (start[name], split[name].state, backbones[name].state)
+    )
+    for a, b in zip(got, want, strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-5)
+    moved = max(np.abs(a - b).max() for a, b in zip(before, want, strict=True))
+    assert moved > 1e-4, "an update that moves nothing shows nothing"
+
+
+# -- bad input -----------------------------------------------------------------
+
+
+def refused(tmp_path, capsys, *flags):
+  """What is said to a run that must not begin; one message, nothing written."""
+  workdir = tmp_path / "refused"
+  assert call(workdir, *flags) == 2
+  captured = capsys.readouterr()
+  assert "Traceback" not in captured.err + captured.out
+  assert not workdir.exists()
+  return captured.err.partition("drmas_jax: ")[2]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+  ("flag", "messages"),
+  [
+    (
+      "--config.data.num_task=3",
+      ("data.num_task: unknown key", "did you mean 'num_tasks'?"),
+    ),
+    ("--steps=3", ("--steps=3: unknown flag", "--config.a.b=value")),
+    (
+      "--config.policies.solver.checkpoint=/no/such/folder",
+      ("checkpoint='/no/such/folder': no such folder",),
+    ),
+    (
+      "--config.policies.solver.checkpoint=tiny:nobody",
+      ("checkpoint='tiny:nobody': allowed are", "tiny:solver"),
+    ),
+    (
+      "--config.policies.solver.micro_batch=3",
+      (
+        "policies.solver.micro_batch: 3 rows cannot be laid on a mesh",
+        "allowed are multiples of 8; set it to 8",
+      ),
+    ),
+    (
+      "--config.policies.verifier.engine.num_slots=12",
+      ("policies.verifier.engine.num_slots: 12 rows cannot be laid",),
+    ),
+    (
+      "--config.placement.device_memory_gb=0.001",
+      (
+        "placement.strategy: 'shared' needs up to 0.0",
+        "allowed is 0.00 (placement.device_memory_gb=0.001",
+        "GB on device",
+      ),
+    ),
+    (
+      "--config.data.source.options.num_operands=0",
+      ("data source 'arithmetic'", "num_operands=0"),
+    ),
+    (
+      "--config.agents.solver.policy=nobody",
+      ("agents.solver.policy: 'nobody' is no policy",),
+    ),
+  ],
+)
+def test_a_wrong_config_is_refused(tmp_path, capsys, flag, messages):
+  said = refused(tmp_path, capsys, flag)
+  for message in messages:
+    assert message in said
+
+
+@pytest.mark.quick
+def test_a_wrong_config_file_is_refused(tmp_path, capsys):
+  assert main.main(["--config", str(tmp_path / "none.py")]) == 2
+  assert "none.py" in capsys.readouterr().err
+
+
+def edit_json(path, **changes):
+  path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def unknown_architecture(folder):
+  edit_json(folder / "config.json", architectures=["MambaForCausalLM"])
+
+
+def missing_tensor(folder):
+  tensors = load_file(folder / "model.safetensors")
+  del tensors["model.norm.weight"]
+  save_file(tensors, folder / "model.safetensors")
+
+
+def surplus_tensor(folder):
+  tensors = load_file(folder / "model.safetensors")
+  tensors["model.layers.7.extra"] = np.zeros(3, np.float32)
+  save_file(tensors, folder / "model.safetensors")
+
+
+def cut_tensors(folder):
+  path = folder / "model.safetensors"
+  path.write_bytes(path.read_bytes()[:1000])
+
+
+def no_tokenizer(folder):
+  (folder / "tokenizer.json").unlink()
+
+
+def no_template(folder):
+  path = folder / "tokenizer_config.json"
+  edit_json(path, chat_template=None)
+
+
+def no_config(folder):
+  (folder / "config.json").unlink()
+
+
+def broken_config(folder):
+  (folder / "config.json").write_text("{")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+  ("spoil", "message"),
+  [
+    (unknown_architecture, "architecture 'MambaForCausalLM' is not supported"),
+    (missing_tensor, "model.norm.weight is missing"),
+    (surplus_tensor, "model.layers.7.extra is surplus"),
+    (cut_tensors, "model.safetensors: cannot be read"),
+    (no_tokenizer, "has no tokenizer.json"),
+    (no_template, "has no chat template"),
+    (no_config, "config.json: no such file"),
+    (broken_config, "Expecting property name"),
+  ],
+)
+def test_a_broken_folder_is_refused(tmp_path, capsys, spoil, message):
+  folder = shutil.copytree(TINY / "solver", tmp_path / "broken")
+  spoil(folder)
+  key = "policies.solver.checkpoint"
+  said = refused(tmp_path, capsys, f"--config.{key}={folder}")
+  assert message in said
+  assert key in said and str(folder) in said
+
+
+@pytest.mark.quick
+def test_a_workdir_that_is_a_file_is_refused(tmp_path, capsys):
+  workdir = tmp_path / "file"
+  workdir.write_text("mine")
+  assert call(workdir) == 2
+  said = capsys.readouterr().err
+  assert f"--workdir={workdir}" in said and "Traceback" not in said
+  assert workdir.read_text() == "mine"

@@ -1,0 +1,120 @@
+"""The main job in two processes of four fake devices, gloo on loopback."""
+
+import json
+import pathlib
+import signal
+import socket
+import time
+
+import pytest
+import small_run
+
+from drmas_jax import hosts
+
+STEPS = 2
+
+
+def start(workdir, *flags, faults=("none", "none"), **env):
+  """Both processes of a run in columns."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    port = s.getsockname()[1]
+  return [
+    small_run.start(
+      workdir,
+      "--config.placement.strategy=columns",
+      f"--config.steps={STEPS}",
+      f"--coordinator_address=127.0.0.1:{port}",
+      "--num_processes=2",
+      f"--process_id={i}",
+      *flags,
+      fault=fault,
+      num_devices=4,
+      **env,
+    )
+    for i, fault in enumerate(faults)
+  ]
+
+
+def finish(processes):
+  try:
+    return [small_run.finish(p) for p in processes]
+  finally:
+    for p in processes:
+      p.kill()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+  """(workdir, what each host said of itself)."""
+  workdir = tmp_path_factory.mktemp("job")
+  ended = finish(start(workdir))
+  for code, said in ended:
+    assert code == 0, said
+  return workdir, [said for _, said in ended]
+
+
+def own_words(said):
+  return json.loads(said.splitlines()[-1])
+
+
+def test_both_end_with_the_same_weights(job):
+  workdir, said = job
+  first, second = map(own_words, said)
+  assert first["learner"] == second["learner"]
+  assert first["engine"] == second["engine"]
+  assert len({*first["learner"].values(), *first["engine"].values()}) == 4
+  found = small_run.metrics(workdir)
+  updates = [
+    (s, f"grad_norm/{p}") for s in (1, 2) for p in ("solver", "verifier")
+  ]
+  assert any(u in found for u in updates)
+  # Counts and evaluations are of both hosts' episodes.
+  assert found[1, "episodes/team"] == 16
+  assert found[2, "step"] == 2 and (2, "eval/avg@2") in found
+
+
+def test_only_process_0_writes(job):
+  """But for its own shards of the checkpoints."""
+  workdir, said = job
+  first, second = (
+    {
+      pathlib.Path(p).relative_to(workdir).parts[0]
+      for p in own_words(words)["opened"]
+      if pathlib.Path(p).is_relative_to(workdir)
+    }
+    for words in said
+  )
+  assert {"metrics.jsonl", "checkpoints", "tensorboard"} < first
+  assert second <= {"checkpoints"}
+  assert "step 2/2" in said[0] and "before" in said[0]
+  assert "step" not in said[1].partition("{")[0]
+
+
+def test_a_killed_process_ends_the_other_and_is_named(job, tmp_path):
+  """Within its limit, and in a collective; what was saved stays."""
+  del job  # its programs are in the compile cache
+  faults = ("none", "SIGKILL:update:2")
+  flags = ("--config.checkpoint.every=1",)
+  processes = start(tmp_path, *flags, faults=faults, SILENT_S="8")
+  (code, said), (killed, _) = finish(processes)
+  assert killed == -signal.SIGKILL, said
+  assert code == hosts.EXIT_LOST, said
+  assert "host 0: host 1 (" in said and "has not answered for 8 s" in said
+  assert (tmp_path / "checkpoints" / "1").is_dir()
+  assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.quick
+def test_a_wait_that_is_over_names_who_is_silent():
+  """It may have come to the section and died in it."""
+  now = time.monotonic()
+  watch = object.__new__(hosts._Hosts)
+  watch.timeout_s = 20.0
+  watch._waiting = ("update", 3, now - 1)
+  watch._seen = {1: (hosts._Sign("b", entered=3, at="update"), now - 6)}
+  assert "host 1 (b) has not answered for 6 s" in watch._problem()
+  watch._seen = {1: (hosts._Sign("b", entered=3, at="update"), now)}
+  assert "all hosts came to: update" in watch._problem()
+  watch._waiting = ("update", 3, now + 1)
+  assert watch._problem() is None
