@@ -6,8 +6,9 @@
 #   launch/local.sh 2 --config configs/math_tiny.py --workdir runs/dry \
 #     --config.placement.strategy=columns --config.steps=4
 #
-# Every line of output starts with its process; when one process fails the
-# others are ended, and the exit code is that of the first to fail.
+# Every line of output starts with its process. A process that fails is missed
+# by the others, which name it and end too; the exit code is that of the first
+# process, by number, that did not end with 0. Ctrl-C goes to all of them.
 set -euo pipefail
 num_processes=${1:?"usage: launch/local.sh NUM_PROCESSES --config .. --workdir .."}
 shift
@@ -18,7 +19,6 @@ export JAX_PLATFORMS=cpu
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_force_host_platform_device_count=${DEVICES:-4}"
 
 pids=()
-trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT
 trap 'kill -INT "${pids[@]}" 2>/dev/null || true' INT
 for ((i = 0; i < num_processes; i++)); do
   "$python" -m drmas_jax.main "$@" --coordinator_address="127.0.0.1:$port" \
@@ -26,6 +26,11 @@ for ((i = 0; i < num_processes; i++)); do
     > >(sed -u "s/^/[$i] /") 2>&1 &
   pids+=($!)
 done
-for _ in "${pids[@]}"; do
-  wait -n || exit $?
+status=0
+for pid in "${pids[@]}"; do
+  while kill -0 "$pid" 2>/dev/null; do  # Ctrl-C ends a wait, not the process
+    wait "$pid" || true
+  done
+  wait "$pid" || status=$((status ? status : $?))
 done
+exit "$status"

@@ -61,9 +61,10 @@ def test_answers_and_operators_are_spread():
   source = arithmetic.make("train")
   rows = [source[i] for i in range(5000)]
   answers = np.bincount([int(r["answer"]) for r in rows], minlength=10)
-  assert answers.min() > 250 and answers.max() < 1250
+  # Of 5000; a product with 0 or an even number makes those likelier.
+  assert answers.min() > 250 and answers.max() < 1500
   operators = "".join(r["info"]["operators"] for r in rows)
-  assert all(4500 < operators.count(o) < 5500 for o in "+-*")
+  assert all(6200 < operators.count(o) < 7200 for o in "+-*")
 
 
 @pytest.mark.quick

@@ -258,4 +258,4 @@ def test_tiny_covers_the_demonstrations(tiny):
         assert tiny.decode(completion) == d.completion
         longest["prompt"] = max(longest["prompt"], len(prompt))
         longest["completion"] = max(longest["completion"], len(completion))
-  assert longest == {"prompt": 30, "completion": 8}
+  assert longest == {"prompt": 36, "completion": 10}

@@ -82,7 +82,9 @@ def analyse(workdir: pathlib.Path, num_tasks: int) -> dict:
       first = episode.outcome.parts["first_correct"]
       verdict = next(t for t in episode.turns if t.agent == "verifier")
       rows.append((first, verdict.reply.verdict == "reject"))
-  right, rejected = (np.array(column, bool) for column in zip(*rows))
+  right, rejected = (
+    np.array(column, bool) for column in zip(*rows, strict=True)
+  )
   shape = evaluation.success.shape
   gain = metrics.paired_difference(evaluation.success, right.reshape(shape))
   return {
