@@ -18,13 +18,13 @@ def _policy(checkpoint: str) -> dict:
   return dict(
     checkpoint=checkpoint,
     micro_batch=128,
-    row_buckets=(40, 48),
+    row_buckets=(40, 48, 56),
     optimizer=dict(learning_rate=1e-3, weight_decay=0.0),
     engine=dict(
       num_slots=128,
-      max_length=48,
+      max_length=56,
       prefill_rows=32,
-      prefill_buckets=(40,),
+      prefill_buckets=(44,),
       steps_per_call=16,
     ),
   )
@@ -55,7 +55,7 @@ def get_config() -> ConfigDict:
         num_tasks=16,
         group_size=8,
       ),
-      eval=dict(every=20, num_tasks=64, final_num_tasks=128, k=8),
+      eval=dict(every=20, num_tasks=128, k=8),
       checkpoint=dict(every=20),
       sft=dict(steps=300, learning_rate=2e-3),
     )

@@ -6,6 +6,8 @@ dispatched and not waited for, so that backbones work at the same time.
 """
 
 import dataclasses
+import functools
+import hashlib
 import pathlib
 from typing import Any, NamedTuple
 
@@ -28,24 +30,43 @@ def checkpoint_folder(checkpoint: str) -> pathlib.Path:
   """ "tiny:NAME" is a policy that is shipped; anything else is a folder.
 
   Raises:
-    ConfigError: there is no such folder.
+    ValueError: there is no such folder.
   """
   kind, _, name = checkpoint.partition(":")
   if kind != "tiny":
     folder = pathlib.Path(checkpoint).expanduser()
     if not folder.is_dir():
-      raise config_lib.ConfigError(
-        f"checkpoint={checkpoint!r}: no such folder; allowed are a Hugging "
-        "Face folder and tiny:NAME; make it or correct the path"
+      raise ValueError(
+        "no such folder; allowed are a Hugging Face folder and tiny:NAME; make "
+        "it or correct the path"
       )
     return folder
   shipped = sorted(p.parent.name for p in _TINY.glob("*/config.json"))
   if name not in shipped:
-    raise config_lib.ConfigError(
-      f"checkpoint={checkpoint!r}: allowed are "
-      f"{', '.join(f'tiny:{n}' for n in shipped)}"
+    raise ValueError(
+      f"not shipped; allowed are {', '.join(f'tiny:{n}' for n in shipped)}"
     )
   return _TINY / name
+
+
+def _check_model(
+  name: str,
+  policy: config_lib.Policy,
+  model: transformer.DecoderConfig,
+  vocab_size: int,
+) -> None:
+  """What the config asks for and the checkpoint cannot give."""
+  if vocab_size > model.vocab_size:
+    raise config_lib.ConfigError(
+      f"policies.{name}.checkpoint: its tokenizer has {vocab_size} ids and its "
+      f"embedding {model.vocab_size} rows; allowed are at most as many ids as "
+      "rows; the folder mixes two checkpoints"
+    )
+  if policy.engine.max_length > model.max_positions:
+    raise config_lib.ConfigError(
+      f"policies.{name}.engine.max_length: {policy.engine.max_length} is more "
+      f"than the {model.max_positions} positions of its checkpoint; lower it"
+    )
 
 
 class Work(NamedTuple):
@@ -81,11 +102,13 @@ class Backbone:
     self.folder = folder
     self.tokenizer = Tokenizer.load(folder)
     self.agents = config.agents_of(name)
+    self.agent_index = {a: config.agent_names.index(a) for a in self.agents}
     self._temperatures = np.array(
       [config.agents[a].sampling.temperature for a in config.agent_names],
       np.float32,
     )
-    vocab = min(self.tokenizer.vocab_size, model.vocab_size)
+    vocab = self.tokenizer.vocab_size
+    _check_model(name, self.policy, model, vocab)
     model = dataclasses.replace(model, remat=self.policy.remat)
     self.learner = learner.Spec(
       model=dataclasses.replace(model, compute_dtype=self.policy.compute_dtype),
@@ -94,7 +117,7 @@ class Backbone:
       optimizer=self.policy.optimizer,
       num_agents=len(config.agent_names),
       vocab_size=vocab,
-      head_chunk=_head_chunk(vocab),
+      head_chunk=_head_chunk(vocab, slice_.train_mesh),
     )
     sizes = self.policy.engine
     self.engine_spec = engine.Spec(
@@ -121,6 +144,15 @@ class Backbone:
     self.state: TrainState | None = None
     self.params: Any = None  # of a frozen policy, which has no state
     self.updates = 0
+
+  @functools.cached_property
+  def digest(self) -> str:
+    """Of the model's shape and the tokenizer, as the folder has them."""
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+      path = self.folder / name
+      digest.update(path.read_bytes() if path.is_file() else b"")
+    return digest.hexdigest()[:16]
 
   # -- weights -----------------------------------------------------------------
 
@@ -250,12 +282,19 @@ class Backbone:
       trips,
       self._temperatures,
     )
-    norms = programs.agent_norms(params, *rest) if agent_norms else None
+    norms = None
+    if agent_norms:
+      norms = programs.agent_norms(
+        params, *rest, np.array([*self.agent_index.values()])
+      )
     self.state, output = programs.train_step(self.state, *rest)
     return output, norms
 
 
-def _head_chunk(vocab_size: int) -> int:
-  """Tokens whose logits exist at a time: about 64 MB of float32."""
-  tokens = (64 << 20) // (4 * vocab_size)
-  return tokens if vocab_size > 4096 else 0
+def _head_chunk(vocab_size: int, mesh: jax.sharding.Mesh) -> int:
+  """Tokens whose logits exist at a time: 64 MB of float32 on each device that
+  holds rows, or 256 tokens where the vocabulary is larger than that allows."""
+  if vocab_size <= 4096:
+    return 0
+  tokens = max(256, (64 << 20) // (4 * vocab_size))
+  return tokens * mesh.shape["data"] * mesh.shape["fsdp"]

@@ -12,6 +12,7 @@ The last `keep` steps stay, and the one with the highest score.
 import dataclasses
 import fnmatch
 import functools
+import json
 import logging
 import pathlib
 import shutil
@@ -19,6 +20,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from drmas_jax import config as config_lib
+from drmas_jax import writers
 from drmas_jax.types import TrainState
 
 FORMAT = 1  # of `Run` and of the item names; raised when either changes
@@ -38,9 +40,7 @@ class Run:
     step: steps done.
     cursor: position in the task stream.
     config: the resolved config, `config.to_dict`.
-    digest: of that config.
     versions: number of updates behind each policy's weights.
-    controllers: state of whatever adapts itself over steps, by name.
     extra: for the coordinator.
     score: held-out success, higher is better; None claims nothing.
   """
@@ -48,9 +48,7 @@ class Run:
   step: int
   cursor: int
   config: dict[str, Any]
-  digest: str
   versions: dict[str, int]
-  controllers: dict[str, Any] = dataclasses.field(default_factory=dict)
   extra: dict[str, Any] = dataclasses.field(default_factory=dict)
   score: float | None = None
 
@@ -104,6 +102,7 @@ class Checkpoints:
     """
     self.wait()
     if run.step in self._manager.all_steps():
+      self._add_score(run)
       return
     args = self._ocp.args
     record = {"format": FORMAT} | dataclasses.asdict(run)
@@ -233,7 +232,27 @@ class Checkpoints:
     restored = self._manager.restore(step, args=args.Composite(**items))
     return {name: restored[_item(name)] for name in abstract}, run
 
+  @property
+  def _late_scores(self) -> pathlib.Path:
+    return self._folder.with_name("scores.json")
+
+  def _add_score(self, run: Run) -> None:
+    """A step that was saved before it was evaluated, by a run that was stopped
+    in between, gets its score beside the checkpoint."""
+    import jax
+
+    if run.score is None or self._score(run.step) is not None:
+      return
+    self._scores[run.step] = run.score
+    if jax.process_index() == 0:
+      known = {str(k): v for k, v in self._scores.items() if v is not None}
+      writers.write_json(self._late_scores, known)
+
   def _score(self, step: int) -> float | None:
+    if self._late_scores.is_file() and self._scores.get(step) is None:
+      late = json.loads(self._late_scores.read_text())
+      if str(step) in late:
+        self._scores[step] = late[str(step)]
     if step not in self._scores:
       try:
         self._scores[step] = self._read(step, {})[1].score
@@ -279,7 +298,10 @@ def _brief(error: Exception) -> str:
 
 Kind = Literal["free", "guarded", "never"]
 
-_FREE = ("steps", "eval", "logging", "checkpoint", "placement", "rollout")
+_FREE = (
+  *("steps", "eval", "logging", "checkpoint", "placement", "rollout"),
+  "sft",  # of another mode
+)
 _NEVER = (
   "policies.*.checkpoint",
   "policies.*.compute_dtype",

@@ -11,11 +11,9 @@ import ast
 import dataclasses
 import difflib
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
-import json
 import math
 import pathlib
 import traceback
@@ -281,7 +279,7 @@ class Placement:
   train_mesh: Mesh = Mesh()
   rollout_mesh: Mesh = Mesh(data=0, fsdp=1, tensor=1)
   device_memory_gb: float = _bounded(0.0, low=0.0)
-  timeout_s: float = _bounded(300.0, above=0.0)
+  timeout_s: float = _bounded(1800.0, above=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,12 +399,6 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     else:
       flat[f"{prefix}{key}"] = value
   return flat
-
-
-def digest(config: Config) -> str:
-  """The same for equal configs, in every process and on every machine."""
-  text = json.dumps(to_dict(config), sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _raise(faults: Sequence[str]) -> None:
@@ -615,7 +607,7 @@ def _fits(hint: Any, value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-  """Whether JSON holds it; a set has no order, a function no digest."""
+  """Whether JSON holds it: a set or a function could not be compared."""
   if isinstance(value, Mapping):
     return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
   if isinstance(value, (tuple, list)):
@@ -715,6 +707,13 @@ def _check_agent(
       f"{path}.sampling.temperature: 0 is greedy and teaches nothing; write a "
       "value > 0 (eval.sampling may be greedy)"
     )
+  narrow = agent.sampling.top_k or agent.sampling.top_p < 1
+  if mode == "train" and not policy.frozen and narrow:
+    faults.append(
+      f"{path}.sampling: top_k={agent.sampling.top_k}, top_p="
+      f"{agent.sampling.top_p:g} would train on tokens drawn from another "
+      "distribution than the loss has; write 0 and 1 (eval.sampling is free)"
+    )
   try:
     role = load_role(agent.role)
   except ConfigError as e:
@@ -746,7 +745,28 @@ def _check_policy(path: str, policy: Policy) -> list[str]:
         f"{path}.{key}: the last, {lengths[-1]}, cannot hold a row of "
         f"engine.max_length={room}; add {room}"
       )
-  return faults
+  return faults + _check_effect(path, policy)
+
+
+def _check_effect(path: str, policy: Policy) -> list[str]:
+  """Keys that were set and would change nothing."""
+  idle, why = [], ""
+  if policy.frozen:
+    trained = ("optimizer", "loss", "old_logprobs", "row_buckets", "remat")
+    idle = [k for k in trained if getattr(policy, k) != _default(Policy, k)]
+    why = "frozen=True"
+  elif policy.optimizer.schedule == "constant":
+    idle = [
+      f"optimizer.{k}"
+      for k in ("decay_steps", "final_fraction")
+      if getattr(policy.optimizer, k) != _default(Optimizer, k)
+    ]
+    why = "optimizer.schedule='constant'"
+  return [f"{path}.{k}: has no effect with {why}; remove it" for k in idle]
+
+
+def _default(cls: type, name: str) -> Any:
+  return next(f.default for f in dataclasses.fields(cls) if f.name == name)
 
 
 def _check_tables(config: Config) -> list[str]:
@@ -757,6 +777,11 @@ def _check_tables(config: Config) -> list[str]:
     for name, policy in config.policies.items()
   ]
   faults = []
+  if config.advantage.pool_agents and config.advantage.name != "grpo":
+    faults.append(
+      f"advantage.pool_agents: has no effect with advantage.name="
+      f"{config.advantage.name!r}; remove it, or write name='grpo'"
+    )
   for path, name, module, table in rows:
     known = table_names(module, table)
     if name not in known:
@@ -780,7 +805,8 @@ def _check_parts(config: Config, mode: Mode) -> list[str]:
   for path, kind, name, part in parts:
     try:
       function = _function(kind, part.name, name)
-      faults += _check_options(f"{path}.options", function, part.options)
+      found = _check_options(f"{path}.options", function, part.options)
+      faults += found or _own_check(f"{path}.options", kind, part)
     except ConfigError as e:
       faults.append(f"{path}.name: {e}")
   if mode == "sft" and not faults:
@@ -790,16 +816,33 @@ def _check_parts(config: Config, mode: Mode) -> list[str]:
     except ConfigError as e:
       faults.append(f"data.source.name: {e}, as --mode=sft needs it")
   if not faults:
-    orchestra = load_module("orchestras", config.orchestra.name)
-    faults += _check_roles(orchestra.ROLES, config)
+    try:
+      roles = _function("orchestras", config.orchestra.name, "ROLES")
+      faults += _check_roles(roles, config)
+    except ConfigError as e:
+      faults.append(f"orchestra.name: {e}")
   return faults
 
 
-def _function(kind: str, module: str, name: str) -> Callable:
+def _own_check(path: str, kind: str, part: Any) -> list[str]:
+  """What a module's own `check(*, option=..)` finds in values, if it has one.
+
+  It raises a ValueError that names the option.
+  """
+  check = getattr(load_module(kind, part.name), "check", None)
+  try:
+    if check is not None:
+      check(**part.options)
+  except ValueError as e:
+    return [f"{path}.{e}"]
+  return []
+
+
+def _function(kind: str, module: str, name: str) -> Any:
   """What a module of that kind must define."""
   found = getattr(load_module(kind, module), name, None)
   if found is None:
-    raise ConfigError(f"{module!r} has no {name}(); define it")
+    raise ConfigError(f"{module!r} has no {name}; define it")
   return found
 
 
@@ -819,6 +862,12 @@ def _check_roles(roles: Sequence[str], config: Config) -> list[str]:
 
 def _check_placement(config: Config) -> list[str]:
   faults, placement = [], config.placement
+  if placement.timeout_s <= config.rollout.turn_timeout_s:
+    faults.append(
+      f"placement.timeout_s: {placement.timeout_s:g} is not more than "
+      f"rollout.turn_timeout_s={config.rollout.turn_timeout_s:g}, so a host "
+      "whose turn takes long would be given up by the others; raise it"
+    )
   for name, share in placement.shares.items():
     path = f"placement.shares.{name}"
     if name not in config.policies:

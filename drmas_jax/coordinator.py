@@ -35,7 +35,6 @@ from drmas_jax import (
   data,
   evaluate,
   hosts,
-  learner,
   metrics,
   placement,
   rewards,
@@ -124,14 +123,11 @@ def main(
 
 def _build(config: config_lib.Config) -> dict[str, Backbone]:
   """Plans the devices and builds every backbone, without weights."""
-  folders = {
-    name: checkpoint_folder(policy.checkpoint)
-    for name, policy in config.policies.items()
-  }
-  models = {}
-  for name, folder in sorted(folders.items()):
-    with _reading(config, name):
-      models[name] = weights.read_config(folder)
+  folders, models = {}, {}
+  for name, policy in sorted(config.policies.items()):
+    with _blaming(f"policies.{name}.checkpoint={policy.checkpoint!r}"):
+      folders[name] = checkpoint_folder(policy.checkpoint)
+      models[name] = weights.read_config(folders[name])
   plan = placement.plan(config, models)
   _say(
     f"{placement.describe(plan)}; {', '.join(models)} from "
@@ -139,7 +135,8 @@ def _build(config: config_lib.Config) -> dict[str, Backbone]:
   )
   backbones = {}
   for name, model in models.items():
-    with _reading(config, name):
+    path = config.policies[name].checkpoint
+    with _blaming(f"policies.{name}.checkpoint={path!r}"):
       backbones[name] = Backbone(
         name, config, plan.slices[name], model, folders[name]
       )
@@ -147,14 +144,14 @@ def _build(config: config_lib.Config) -> dict[str, Backbone]:
 
 
 @contextlib.contextmanager
-def _reading(config: config_lib.Config, policy: str) -> Iterator[None]:
-  """Around what reads a policy's folder: what is wrong there is no bug."""
+def _blaming(key: str) -> Iterator[None]:
+  """Around what reads a value of the config: a fault there is the key's."""
   try:
     yield
+  except config_lib.ConfigError:
+    raise
   except ValueError as e:
-    key = f"policies.{policy}.checkpoint"
-    value = config.policies[policy].checkpoint
-    raise config_lib.ConfigError(f"{key}={value!r}: {e}") from e
+    raise config_lib.ConfigError(f"{key}: {e}") from e
 
 
 def _say(text: str) -> None:
@@ -163,12 +160,10 @@ def _say(text: str) -> None:
     print(f"drmas_jax: {text}", file=sys.stderr, flush=True)
 
 
-def _source(config: config_lib.Config, source: config_lib.Source) -> Any:
-  module = config_lib.load_module("datasets", source.name)
-  try:
-    return module.make(source.split, **source.options)
-  except ValueError as e:
-    raise config_lib.ConfigError(f"data source {source.name!r}: {e}") from e
+def _source(config_source: config_lib.Source) -> Any:
+  module = config_lib.load_module("datasets", config_source.name)
+  with _blaming(f"data source {config_source.name!r}"):
+    return module.make(config_source.split, **config_source.options)
 
 
 def _held_out_source(config: config_lib.Config) -> config_lib.Source:
@@ -192,13 +187,16 @@ class Training:
   ):
     self.config, self.backbones, self.workdir = config, backbones, workdir
     self.stop, self.mode = stop, mode
-    self.stream = data.Stream(_source(config, config.data.source), config.seed)
+    with _blaming("data.source"):
+      self.stream = data.Stream(_source(config.data.source), config.seed)
     self.held_out = data.held_out(
-      _source(config, _held_out_source(config)),
+      _source(_held_out_source(config)),
       max(config.eval.num_tasks, config.eval.final_num_tasks),
     )
+    with _blaming("environment.options"):
+      team = rollout.Team(config)
     self.rollout = rollout.Rollout(
-      rollout.Team(config),
+      team,
       {n: b.sampler for n, b in backbones.items()},
       config,
       heartbeat=stop.check,
@@ -214,11 +212,15 @@ class Training:
     self.score: float | None = None  # held-out, of the step done
     self.before: dict[str, metrics.Interval] = {}
     self.deterministic = True
-    self.totals = {"seconds": 0.0, "cpu_seconds": 0.0, "tokens": 0.0}
+    self.totals = dict.fromkeys(
+      ("seconds", "cpu_seconds", "tokens", "rollout_s"), 0.0
+    )
+    self.changes: list[dict[str, Any]] = []  # of the config, on resumes
     # Of this process.
     self.start = start
     self.first_step_s: float | None = None
-    self.rollout_s = 0.0
+    self.eval_s = 0.0
+    self._earlier = dict(self.totals)
     self.writer: Any = writers.Writer()  # of nothing, unless training
 
   # -- the run --
@@ -245,7 +247,8 @@ class Training:
     last = step == self.config.steps
     if last or (self.score is None and every and step and step % every == 0):
       evaluation = self.evaluate(final=last)
-      self.score, result = evaluation.score, evaluation.summary()
+      self.score = evaluation.score(self.config.eval.num_tasks)
+      result = evaluation.summary()
     self.writer.flush()
     if last or (step and step % self.config.checkpoint.every == 0):
       self.save()
@@ -280,18 +283,18 @@ class Training:
     self.score = None
     self.step_done += 1
     self.cursor += self.config.data.num_tasks
-    found = metrics.rollout(
-      groups,
-      rows,
-      self.config.agent_names,
-      zero_tolerance=self.config.advantage.zero_tolerance,
-    )
+    found = metrics.rollout(groups, rows, self.config.agent_names)
     found |= metrics.baselines(
       estimate.num_singleton,
       estimate.num_zero_variance,
       self.config.agent_names,
     )
-    found |= self._update_metrics(outputs, skipped)
+    for name in self.config.trained:
+      for reason in ("no_rows", "no_signal", "non_finite"):
+        found[f"skipped/{reason}/{name}"] = float(skipped.get(name) == reason)
+    for name, (output, norms) in outputs.items():
+      agents = self.backbones[name].agent_index
+      found |= metrics.update(output, norms, name, agents)
     tokens = rollout.count_tokens(groups)
     found |= {
       "time/step_s": time.monotonic() - began,
@@ -382,38 +385,6 @@ class Training:
         self.backbones[name].count_updates(-1)
     return outputs, skipped
 
-  def _update_metrics(
-    self,
-    outputs: Mapping[str, tuple[learner.StepOutput, Any]],
-    skipped: Mapping[str, str],
-  ) -> dict[str, float]:
-    """Per policy, and per agent of it."""
-    found: dict[str, float] = {}
-    for name in self.config.trained:
-      for reason in ("no_rows", "no_signal", "non_finite"):
-        found[f"skipped/{reason}/{name}"] = float(skipped.get(name) == reason)
-    for name, (output, norms) in outputs.items():
-      backbone = self.backbones[name]
-      if output.finite:
-        found[f"grad_norm/{name}"] = float(output.grad_norm)
-        found[f"loss/{name}"] = float(output.loss)
-      found[f"ratio_error/{name}"] = float(output.ratio_error)
-      for agent in backbone.agents:
-        k = self.config.agent_names.index(agent)
-        tokens = float(output.sums.tokens[k])
-        if not tokens:
-          continue
-        sums = jax.tree.map(lambda x, k=k: float(x[k]), output.sums)
-        found[f"clip_fraction/{agent}"] = sums.clipped / tokens
-        found[f"dual_clip_fraction/{agent}"] = sums.dual_clipped / tokens
-        found[f"logprob_gap/{agent}"] = sums.log_ratio_abs / tokens
-        found[f"logprob_gap_max/{agent}"] = sums.log_ratio_max
-        if norms is not None:
-          found[f"grad_norm/{name}/{agent}"] = float(norms[k])
-        elif len(backbone.agents) == 1 and output.finite:
-          found[f"grad_norm/{name}/{agent}"] = float(output.grad_norm)
-    return found
-
   def _record(self, found: dict, tokens: int, rollout_s: float) -> None:
     """Merges the hosts' metrics, and writes them."""
     found["rollout/tokens"] = float(tokens)
@@ -423,9 +394,9 @@ class Training:
     if found["wall_clock_faults/team"]:
       self.deterministic = False
     self.totals["tokens"] += found["rollout/tokens"]
-    self.rollout_s += rollout_s
+    self.totals["rollout_s"] += rollout_s
     if self.first_step_s is None:
-      self.first_step_s = time.monotonic() - self.start
+      self.first_step_s = time.monotonic() - self.start - self.eval_s
     self.writer.write_scalars(self.step_done, found)
 
   def _write_episodes(self, groups: list[Group], rows, values) -> None:
@@ -449,7 +420,7 @@ class Training:
     )
 
   def _decode(self, policy: str, ids: np.ndarray) -> str:
-    return self.backbones[policy].tokenizer.decode(ids)
+    return self.backbones[policy].tokenizer.decode(ids, control=True)
 
   # -- evaluation --
 
@@ -462,8 +433,11 @@ class Training:
     result = evaluate.run(
       self.rollout, self.held_out[:num], self.config, self.keys["eval"]
     )
+    if result.scalars["wall_clock_faults/team"]:
+      self.deterministic = False
     found = result.metrics()
     found["time/eval_s"] = time.monotonic() - began
+    self.eval_s += found["time/eval_s"]
     self.writer.write_scalars(self.step_done, found)
     if self.step_done == 0:
       self.writer.flush()
@@ -478,12 +452,13 @@ class Training:
         step=self.step_done,
         cursor=self.cursor,
         config=config_lib.to_dict(self.config),
-        digest=config_lib.digest(self.config),
         versions={n: b.updates for n, b in self.backbones.items()},
         extra={
           "before": self.before,
           "deterministic": self.deterministic,
           "totals": self.totals,
+          "changes": self.changes,
+          "folders": {n: b.digest for n, b in self.backbones.items()},
         },
         score=self.score,
       ),
@@ -496,7 +471,7 @@ class Training:
     self._check_resume(run, allow_change)
     for name, backbone in self.backbones.items():
       if run is None or name not in self.config.trained:
-        with _reading(self.config, name):
+        with _blaming(f"policies.{name}.checkpoint"):
           backbone.load()
     if run is not None:
       states, run = self.checkpoints.restore(
@@ -524,10 +499,23 @@ class Training:
   def _check_resume(
     self, run: checkpoint.Run | None, allow_change: Sequence[str]
   ) -> None:
-    if run is not None and self.mode == "train":
-      checkpoint.compare_config(
-        run.config, config_lib.to_dict(self.config), allow_change
+    if run is None:
+      return
+    _check_folders(run, self.backbones)
+    if self.mode != "train":
+      return
+    changes = checkpoint.compare_config(
+      run.config, config_lib.to_dict(self.config), allow_change
+    )
+    if run.step > self.config.steps:
+      raise config_lib.ConfigError(
+        f"steps: {self.config.steps} is less than the {run.step} that are "
+        f"done in {self.workdir}; raise it, or start a new --workdir"
       )
+    self.changes = run.extra["changes"] + [
+      {"step": run.step, "key": c.key, "old": c.old, "new": c.new}
+      for c in changes
+    ]
 
   def _open_writer(self, run: checkpoint.Run | None) -> None:
     self.writer = writers.RunWriter(
@@ -538,6 +526,11 @@ class Training:
       primary=jax.process_index() == 0,
     )
     self.writer.write_json("config.json", config_lib.to_dict(self.config))
+    self.writer.write_json("changes.json", self.changes)
+    if run is None:
+      self.writer.write_hparams(
+        config_lib.flatten(config_lib.to_dict(self.config))
+      )
 
   def _used(self) -> dict[str, float]:
     """Seconds of the run so far, earlier processes of it included."""
@@ -571,7 +564,8 @@ class Training:
         "cpu_seconds": self.totals["cpu_seconds"],
         "seconds_to_first_step": self.first_step_s,
         "tokens": tokens,
-        "tokens_per_s": tokens / self.totals["seconds"],
+        "rollout_seconds": self.totals["rollout_s"],
+        "tokens_per_s": tokens / max(self.totals["rollout_s"], 1e-9),
         "peak_memory_gb": _peak_memory_gb(),
         "deterministic": self.deterministic,
         "best_step": self.checkpoints.best(),
@@ -626,6 +620,19 @@ def _report(training: Training) -> int:
   return 0
 
 
+def _check_folders(
+  run: checkpoint.Run, backbones: Mapping[str, Backbone]
+) -> None:
+  """The model's shape and the tokenizer never change on resume (rule 25)."""
+  for name, digest in run.extra["folders"].items():
+    if name in backbones and backbones[name].digest != digest:
+      raise config_lib.ConfigError(
+        f"policies.{name}.checkpoint: config.json or the tokenizer of "
+        f"{str(backbones[name].folder)!r} is not what the run began with; put "
+        "it back, or start a new --workdir"
+      )
+
+
 def _peak_memory_gb() -> float:
   """Of this process; ru_maxrss is in kB (bytes on macOS)."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -637,16 +644,22 @@ def _sft(
   backbones: dict[str, Backbone],
   workdir: pathlib.Path,
 ) -> int:
-  total = config.sft.steps
-  writer = writers.RunWriter(workdir, total)
+  if jax.process_count() > 1:
+    raise config_lib.ConfigError(
+      f"--mode=sft: runs in one process, and there are {jax.process_count()}; "
+      "start it without --coordinator_address"
+    )
+  if (workdir / "checkpoints").exists():
+    raise config_lib.ConfigError(
+      f"--workdir={workdir}: holds a training run; name another for --mode=sft"
+    )
+  writer = writers.RunWriter(workdir, config.sft.steps)
 
   def report(step: int, found: dict[str, float]) -> None:
     writer.write_scalars(step, found)
     writer.flush()
 
-  sft.train(
-    config, backbones, _source(config, config.data.source), workdir, report
-  )
+  sft.train(config, backbones, _source(config.data.source), workdir, report)
   writer.close()
   print(f"{workdir}/policies: {', '.join(config.trained)}")
   return 0

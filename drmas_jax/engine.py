@@ -123,6 +123,24 @@ def _state_axes(spec: Spec) -> DecodeState:
   )
 
 
+def _prefix_shardings(spec: Spec) -> Prefix:
+  """The same for every bucket: rows as slots are, and lengths whole."""
+  bucket = spec.prefill_buckets[0]
+  shapes = jax.eval_shape(
+    lambda: Prefix(
+      transformer.init_cache(
+        spec.model, spec.prefill_rows, bucket, jnp.dtype(spec.dtype)
+      ),
+      jnp.zeros([spec.prefill_rows, spec.model.embed_dim]),
+      jnp.zeros([spec.prefill_rows], jnp.int32),
+    )
+  )
+  axes = Prefix(
+    transformer.cache_axes(spec.model), ("slots", "embed"), ("slots",)
+  )
+  return sharding.shardings(axes, shapes, spec.mesh)
+
+
 def _init(spec: Spec) -> DecodeState:
   num = spec.num_slots
   zeros = jnp.zeros([num], jnp.int32)
@@ -331,7 +349,9 @@ def programs(spec: Spec) -> Programs:
   jit = functools.partial(jax.jit, static_argnums=0)
   return Programs(
     init=functools.partial(jit(_init, out_shardings=state), spec),
-    prefill=functools.partial(jit(_prefill), spec),
+    prefill=functools.partial(
+      jit(_prefill, out_shardings=_prefix_shardings(spec)), spec
+    ),
     insert=functools.partial(
       jit(_insert, donate_argnums=2, out_shardings=state), spec
     ),

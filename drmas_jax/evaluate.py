@@ -21,7 +21,7 @@ class Evaluation:
     groups: the episodes of this host.
     success: [P, k] of all hosts.
     ok: [P, k], False where an episode failed.
-    scalars: means by agent, of this host.
+    scalars: means by agent, of all hosts.
   """
 
   groups: list[Group]
@@ -39,13 +39,11 @@ class Evaluation:
       result[f"pass@{k}"] = metrics.pass_at_k(self.success, k, self.ok)
     return result
 
-  @property
-  def score(self) -> float | None:
-    """avg@k, by which the best checkpoint is chosen."""
-    for name, (mean, _, _) in self.summary().items():
-      if name.startswith("avg@"):
-        return mean
-    return None
+  def score(self, num_tasks: int) -> float | None:
+    """avg@k of the first tasks, by which the best checkpoint is chosen: the
+    same ones at every evaluation, also where the last one has more."""
+    success, ok = self.success[:num_tasks], self.ok[:num_tasks]
+    return metrics.avg_at_k(success, ok)[0] if ok.any() else None
 
   def metrics(self) -> dict[str, float]:
     """Numbers for the writers, all under eval/."""
@@ -76,9 +74,13 @@ def run(
     groups = rollout.collect(own, config.eval.k, key, config.eval.sampling)
   except Stopped:
     stopped = True
-  counts = hosts.agree(
+  rows = rewards.row_scores(
+    groups, {n: a.invalid_penalty for n, a in config.agents.items()}
+  )
+  shares = hosts.agree(
     "eval",
     {
+      "scalars": metrics.rollout(groups, rows, config.agent_names),
       "stopped": stopped,
       "ok": [[rewards.ok(e) for e in g.episodes] for g in groups],
       "won": [
@@ -87,16 +89,13 @@ def run(
     },
     config.placement.timeout_s,
   )
-  if any(c["stopped"] for c in counts):
+  if any(s["stopped"] for s in shares):
     raise Stopped
-  rows = rewards.row_scores(
-    groups, {n: a.invalid_penalty for n, a in config.agents.items()}
-  )
   return Evaluation(
     groups=groups,
-    success=_interleave([c["won"] for c in counts], config.eval.k),
-    ok=_interleave([c["ok"] for c in counts], config.eval.k),
-    scalars=metrics.rollout(groups, rows, config.agent_names),
+    success=_interleave([s["won"] for s in shares], config.eval.k),
+    ok=_interleave([s["ok"] for s in shares], config.eval.k),
+    scalars=metrics.merge([s["scalars"] for s in shares]),
   )
 
 

@@ -279,9 +279,17 @@ def _train_step(
 
 
 def _agent_norms(
-  spec, params, batch, old, advantages, denominator, num_micro, temperature
+  spec,
+  params,
+  batch,
+  old,
+  advantages,
+  denominator,
+  num_micro,
+  temperature,
+  indices,
 ):
-  """[num_agents] norms of the gradient over each agent's own rows.
+  """Norms of the gradient over the own rows of each agent in `indices` [K].
 
   The loss's denominator stays the update's, so that the agents' gradients add
   up to the update's.
@@ -301,7 +309,7 @@ def _agent_norms(
     )
     return optax.tree.norm(grads)
 
-  return jax.lax.map(norm, jnp.arange(spec.num_agents))
+  return jax.lax.map(norm, indices)
 
 
 def _score(spec, params, batch, num_micro, temperature):

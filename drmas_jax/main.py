@@ -70,9 +70,23 @@ def _overrides(extra: Sequence[str]) -> list[str]:
   return found
 
 
-def _compile_cache() -> None:
-  """Compiled programs are kept in the user's cache folder by default."""
-  home = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+def _default_workdir(config: str, mode: str) -> str:
+  suffix = "_sft" if mode == "sft" else ""
+  return f"runs/{pathlib.Path(config).stem}{suffix}"
+
+
+def _environment() -> None:
+  """What jax reads when it loads; a user's own settings stand.
+
+  Compiled programs are kept in the user's cache folder. GPU kernels are asked
+  to add in a fixed order: the same run gives the same bits (rule 26).
+  """
+  flag = "--xla_gpu_deterministic_ops"
+  flags = os.environ.get("XLA_FLAGS", "")
+  if flag not in flags:
+    os.environ["XLA_FLAGS"] = f"{flags} {flag}=true".strip()
+  base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+  home = pathlib.Path(base).expanduser()
   os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(home / "drmas_jax" / "xla")
   )
@@ -84,8 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   args, extra = _parser().parse_known_args(argv)
   try:
     config = config_lib.read(args.config, _overrides(extra), args.mode)
-    workdir = args.workdir or f"runs/{pathlib.Path(args.config).stem}"
-    _compile_cache()
+    workdir = args.workdir or _default_workdir(args.config, args.mode)
+    if "://" in workdir:
+      raise config_lib.ConfigError(
+        f"--workdir={workdir}: not a folder; name one that all processes see, "
+        "such as a mounted bucket or NFS"
+      )
+    _environment()
     # Heavy from here on: --help and a wrong config never get this far.
     from drmas_jax import coordinator
 
@@ -100,6 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except config_lib.ConfigError as e:
     print(f"drmas_jax: {e}", file=sys.stderr)
     return 2
+  except KeyboardInterrupt:
+    print("drmas_jax: interrupted; nothing was saved", file=sys.stderr)
+    return 130
   except RunError as e:
     print(f"drmas_jax: {e}", file=sys.stderr)
     return 3

@@ -12,6 +12,7 @@ episodes where one did, and any such episode makes a run non-deterministic.
 import collections
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +21,13 @@ from drmas_jax.types import Episode, Group, Turn
 
 Interval = tuple[float, float, float]
 
+_ZERO = 1e-5  # rule 5, whatever tolerance the estimator of the run has
+
 
 def rollout(
   groups: Sequence[Group],
   rows: rewards.Rows,
   agents: Sequence[str],
-  *,
-  zero_tolerance: float = 1e-5,
 ) -> dict[str, float]:
   """All that a step's episodes say, before any update.
 
@@ -34,7 +35,6 @@ def rollout(
     groups: of one step.
     rows: their scored turns, from `rewards.row_scores`.
     agents: the sorted names.
-    zero_tolerance: of `config.Advantage`, for the groups that `kappa` counts.
   """
   found = episodes(groups)
   turn_faults = collections.Counter(
@@ -46,7 +46,7 @@ def rollout(
       {"turn_faults": float(turn_faults[agent])},
       turns(own),
       outcomes(groups, agent),
-      moments(rows, i, zero_tolerance),
+      moments(rows, i),
     ):
       found |= {f"{name}/{agent}": value for name, value in part.items()}
   return found
@@ -114,9 +114,7 @@ def outcomes(groups: Sequence[Group], agent: str) -> dict[str, float]:
   return _floats(found)
 
 
-def moments(
-  rows: rewards.Rows, agent: int, zero_tolerance: float
-) -> dict[str, float]:
+def moments(rows: rewards.Rows, agent: int) -> dict[str, float]:
   """Moments of one agent's row scores within groups, and what they inflate.
 
       mu_k, sigma_k   mean and population deviation over agent k's rows
@@ -125,7 +123,7 @@ def moments(
 
   Means over groups: of `mu` and `sigma` (mu_k, sigma_k) over those with a row
   of the agent, of `kappa` over those among them whose sigma is above
-  zero_tolerance * max(1, max|episode score|): `kappa_groups` of them.
+  rule 5's tolerance, 1e-5 * max(1, max|episode score|): `kappa_groups` of them.
 
   Source: arXiv 2602.08847, lemma 4.2.
   """
@@ -137,7 +135,7 @@ def moments(
     means.append(own.mean())
     deviations.append(own.std())
     team = _means_by(scores, rows.episode[here])
-    if team.std() > zero_tolerance * max(1.0, np.abs(team).max()):
+    if team.std() > _ZERO * max(1.0, np.abs(team).max()):
       square = own.var() + (own.mean() - team.mean()) ** 2
       kappas.append(square / team.var())
   found = {"kappa_groups": len(kappas)}
@@ -158,26 +156,67 @@ def baselines(
   return _floats(found)
 
 
-_COUNTED = (
+def update(
+  output: Any, norms: np.ndarray | None, policy: str, agents: Mapping[str, int]
+) -> dict[str, float]:
+  """What one update says, by policy and by agent.
+
+  Args:
+    output: a `learner.StepOutput`, fetched.
+    norms: gradient norms of `agents`, in their order, where they were taken.
+    policy: its name.
+    agents: of the policy, by name their index in the output's sums.
+  """
+  if not output.finite:  # skipped, and counted (rules 11 and 12)
+    return {}
+  found = {
+    f"grad_norm/{policy}": output.grad_norm,
+    f"loss/{policy}": output.loss,
+    f"ratio_error/{policy}": output.ratio_error,
+  }
+  if norms is None and len(agents) == 1:
+    norms = [output.grad_norm]
+  for i, (agent, k) in enumerate(agents.items()):
+    if norms is not None:
+      found[f"grad_norm/{policy}/{agent}"] = norms[i]
+    tokens = output.sums.tokens[k]
+    if tokens:
+      found |= {
+        f"clip_fraction/{agent}": output.sums.clipped[k] / tokens,
+        f"dual_clip_fraction/{agent}": output.sums.dual_clipped[k] / tokens,
+        f"logprob_gap/{agent}": output.sums.log_ratio_abs[k] / tokens,
+        f"logprob_gap_max/{agent}": output.sums.log_ratio_max[k],
+      }
+  return _floats(found)
+
+
+_SUMMED = (
   *("turns", "tokens", "turn_faults", "episodes", "wall_clock_faults"),
-  *("kappa_groups", "singleton_groups", "zero_variance_groups"),
+  *("kappa_groups", "singleton_groups", "zero_variance_groups", "rollout"),
 )
 
 
 def merge(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
   """One set of metrics from every host's.
 
-  Counts and rates of tokens add up; anything else is the mean of the hosts
-  that have it, which play equally many groups.
+  Counts and rates of tokens add up; of a maximum the largest counts; a mean is
+  weighted by what it is a mean of: an agent's turns, groups for kappa.
   """
   if len(hosts) == 1:
     return dict(hosts[0])
   merged = {}
   for name in sorted({name for host in hosts for name in host}):
-    values = [host[name] for host in hosts if name in host]
-    what = name.partition("/")[0]
-    summed = what.startswith(_COUNTED) or name.startswith("rollout/tokens")
-    merged[name] = sum(values) if summed else sum(values) / len(values)
+    what, _, whose = name.partition("/")
+    having = [host for host in hosts if name in host]
+    values = [host[name] for host in having]
+    if what.startswith(_SUMMED):
+      merged[name] = sum(values)
+    elif what.endswith("_max") or what in ("ratio_error", "time"):
+      merged[name] = max(values)
+    else:
+      count = "kappa_groups" if what == "kappa" else "turns"
+      weights = [host.get(f"{count}/{whose}", 1.0) for host in having]
+      merged[name] = float(np.average(values, weights=weights))
   return merged
 
 

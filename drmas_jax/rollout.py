@@ -41,6 +41,9 @@ class Stopped(Exception):
   """What a heartbeat raises: the rollout under way is given up."""
 
 
+_LATE_S = 2.0  # beyond its limit, for a reward that blocks
+
+
 @dataclasses.dataclass(frozen=True)
 class Member:
   """An agent of the team with its role looked up."""
@@ -195,7 +198,9 @@ class _Collection:
     self.groups = groups
     self.sampling = sampling
     self.group_size = len(groups[0].episodes) if groups else 0
-    self.scoring = 0  # awaitables in the I/O thread
+    # Awaitables in the I/O thread: their plays, and when to give them up.
+    self.scoring: dict[int, tuple[list[_Play], float]] = {}
+    self.numbers = itertools.count()
     self.plays: dict[tuple[int, int], _Play] = {}
     self.group_of = {g.task.position: g for g in groups}
 
@@ -230,17 +235,20 @@ class _Collection:
     """Takes what the I/O thread finished; waits if nothing else is to do."""
     while self.scoring:
       try:
-        # Every awaitable has a time limit of its own; this one only lets
-        # signals through.
-        (owner, plays), result = self.rollout.io.finished.get(
+        (owner, number), result = self.rollout.io.finished.get(
           block=wait, timeout=1.0
         )
       except queue.Empty:
-        return
-      if owner is self:  # and not of an earlier, abandoned rollout
-        self.scoring -= 1
+        break
+      if owner is self and number in self.scoring:
+        plays, _ = self.scoring.pop(number)
         self._scored(plays, result)
       wait = False
+    now = time.monotonic()
+    late = [n for n, (_, deadline) in self.scoring.items() if deadline < now]
+    for number in late:
+      plays, _ = self.scoring.pop(number)
+      self._scored(plays, TimeoutError("it blocks its thread"))
 
   # -- turns -------------------------------------------------------------------
 
@@ -384,8 +392,10 @@ class _Collection:
       e.add_note(f"scoring {_where(plays[0].episode)}")
       raise
     if inspect.isawaitable(result):
-      self.scoring += 1
-      self.rollout.io.run((self, plays), result, self.team.reward_timeout_s)
+      limit, number = self.team.reward_timeout_s, next(self.numbers)
+      # A coroutine that blocks cannot be timed out in its own thread.
+      self.scoring[number] = plays, time.monotonic() + limit + _LATE_S
+      self.rollout.io.run((self, number), result, limit)
     else:
       self._scored(plays, result)
 
@@ -443,14 +453,6 @@ def _reward_fault(error: Any) -> Fault:
 def _where(episode: Episode) -> str:
   task = episode.task
   return f"task {task.source}[{task.index}], episode {episode.index}"
-
-
-def root_key(seed: int, purpose: str) -> jax.Array:
-  """The root of all keys of one purpose (DESIGN, decision 9)."""
-  purposes = ("init", "train", "eval", "study")
-  return jax.random.fold_in(
-    jax.random.key_data(jax.random.key(seed)), purposes.index(purpose)
-  )
 
 
 def count_tokens(groups: Sequence[Group]) -> int:

@@ -233,6 +233,11 @@ class Sampler:
     actions = schedule(
       queue, free, self._shared.keys(), self.engine.bucket, spec.prefill_rows
     )
+    for request, slot in actions.inserts:
+      self._queue.popleft()
+      self.counts.prompt_tokens += len(request.prompt_ids)
+      self._slots[slot] = _Slot(request)
+    self._insert(actions.inserts)
     for prefill in actions.prefills:
       prefix = self.engine.prefill_rows(
         [r.prompt_ids for r in prefill.requests]
@@ -242,12 +247,17 @@ class Sampler:
         self._shared[request.prefix_key] = _Shared(
           prefix, row, request.shared_by
         )
+      # At once, so that at most one prefix beside the shared ones is alive.
+      keys = {r.prefix_key for r in prefill.requests}
+      self._insert([i for i in actions.inserts if i[0].prefix_key in keys])
+
+  def _insert(self, inserts: Sequence[tuple[Request, int]]) -> None:
+    """Those whose prompt is on the device; the others wait for theirs."""
     by_prefix: dict[int, list[tuple[_Shared, Request, int]]] = {}
-    for request, slot in actions.inserts:
-      self._queue.popleft()
-      self.counts.prompt_tokens += len(request.prompt_ids)
-      self._slots[slot] = _Slot(request)
-      shared = self._shared[request.prefix_key]
+    for request, slot in inserts:
+      shared = self._shared.get(request.prefix_key)
+      if shared is None:
+        continue
       shared.left -= 1
       if not shared.left:
         del self._shared[request.prefix_key]

@@ -52,16 +52,25 @@ def sample(
     lambda: logprobs,
   )
   uniform = jax.vmap(jax.random.uniform)(keys)
-  cumulative = jnp.cumsum(jnp.exp(kept), axis=-1)
+  # A parallel cumsum rounds; made monotone, it rises only where there is mass,
+  # and the first entry above u * total cannot lie outside the kept set.
+  mass = jnp.exp(kept)
+  cumulative = jax.lax.cummax(jnp.cumsum(mass, axis=-1), axis=1)
   total = cumulative[:, -1]
-  # The first entry whose cumulative mass exceeds u has mass itself, so a token
-  # outside the kept set is never drawn, whatever the rounding.
-  drawn = jnp.sum(cumulative <= uniform[:, None] * total[:, None], axis=-1)
+  above = (cumulative > uniform[:, None] * total[:, None]) & (mass > 0)
+  drawn = jnp.argmax(above, axis=-1)
   token = jnp.where(greedy, jnp.argmax(logprobs, axis=-1), drawn)
   token = token.astype(jnp.int32)
   logprob = jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
-  mass = jnp.where(narrow & ~greedy, jnp.minimum(jnp.log(total), 0.0), 0.0)
-  return Sample(token, logprob, mass)
+  kept_mass = jnp.where(narrow & ~greedy, jnp.minimum(jnp.log(total), 0.0), 0.0)
+  return Sample(token, logprob, kept_mass)
+
+
+def root_key(seed: int, purpose: str) -> jax.Array:
+  """The root of all keys of one purpose, [2] uint32 (DESIGN, decision 9)."""
+  purposes = ("init", "train", "eval", "study")
+  root = jax.random.key_data(jax.random.key(seed))
+  return jax.random.fold_in(root, purposes.index(purpose))
 
 
 def _truncate(

@@ -13,7 +13,7 @@ import time
 import jax
 import numpy as np
 
-from drmas_jax import batching, learner, placement, rollout, sharding
+from drmas_jax import batching, learner, placement, rollout, sampling, sharding
 from drmas_jax import config as config_lib
 from drmas_jax.backbone import Backbone
 from drmas_jax.data import Stream
@@ -105,7 +105,7 @@ def _fit(config, backbone: Backbone, source, demonstrations, report):
       cursor += 1
     rows, ready = ready[: sft.batch_rows], ready[sft.batch_rows :]
     batch = _batch(rows, backbone, config)
-    trips = batch.tokens.shape[0]
+    trips = -(-len(rows) // backbone.policy.micro_batch)
     tokens = float(batch.mask.sum())
     batch = placement.global_batch(batch, spec.mesh)
     state, out = programs.train_step(
@@ -135,7 +135,7 @@ def _start(config: config_lib.Config, backbone: Backbone, index: int):
   model, mesh = backbone.learner.model, backbone.slice.train_mesh
   if not config.sft.from_scratch:
     return weights.load(backbone.folder, model, mesh)
-  key = jax.random.fold_in(rollout.root_key(config.seed, "init"), index)
+  key = jax.random.fold_in(sampling.root_key(config.seed, "init"), index)
   where = sharding.shardings(
     transformer.param_axes(model), transformer.param_shapes(model), mesh
   )

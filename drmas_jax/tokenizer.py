@@ -111,11 +111,11 @@ class Tokenizer:
     ids += self._plain(text[end:].replace(_BREAK, ""))
     return np.asarray(ids, np.int32)
 
-  def decode(self, ids: Sequence[int]) -> str:
-    """Text of ids, control tokens left out."""
+  def decode(self, ids: Sequence[int], control: bool = False) -> str:
+    """Text of ids; control tokens are left out unless `control` is set."""
     return self._hf.decode(
       [int(i) for i in ids],
-      skip_special_tokens=True,
+      skip_special_tokens=not control,
       clean_up_tokenization_spaces=False,
     )
 

@@ -10,7 +10,7 @@ FAULT is SIGNAL:MOMENT:STEP, such as SIGKILL:rollout:3, or "none". The moments:
     written     its metrics are on disk, its checkpoint is not begun
     save        its checkpoint is written and not yet committed
 
-The environment's SILENT_S is how long another host may be silent. The last line of the output, where the process comes to an end of its own, is a
+The last line of the output, where the process comes to an end of its own, is a
 JSON object: whether TensorFlow was imported, which files were opened for
 writing, and a digest of the weights in learner and engine.
 """
@@ -102,6 +102,7 @@ def _digest(tree) -> str:
 
 
 def main() -> int:
+  """SILENT_S in the environment: how long another host may be silent."""
   fault = sys.argv.pop(1)
   hosts._SILENT_S = float(os.environ.get("SILENT_S", hosts._SILENT_S))
   if fault != "none":

@@ -27,7 +27,7 @@ def get_config():
   config.eval.update(every=1, num_tasks=4, final_num_tasks=0, k=2)
   config.checkpoint.update(every=2)
   for policy in config.policies.values():
-    policy.micro_batch = 16
+    policy.micro_batch = 32
     # Adam's first step is the sign of the gradient otherwise, and turns
     # rounding into whole steps where meshes are compared.
     policy.optimizer.eps = 1e-3

@@ -77,7 +77,6 @@ def make_run(step: int, score: float | None = None) -> Run:
     step=step,
     cursor=16 * step,
     config={"steps": 10},
-    digest="abc",
     versions={"solver": step},
     score=score,
   )
@@ -99,9 +98,7 @@ def test_round_trip_of_states_and_record(tmp_path):
     step=3,
     cursor=48,
     config={"steps": 10, "agents": {"a": {"role": "x.y"}}},
-    digest="abc",
     versions={"solver": 3, "judge": 2},
-    controllers={"kl": {"coefficient": 0.1}},
     extra={"changes": [["steps", 5, 10]]},
     score=0.25,
   )
@@ -418,7 +415,6 @@ def test_free_changes_are_returned():
     ("data__num_tasks", 1),
     ("environment__name", "search"),
     ("orchestra__options", {"max_loops": 3}),
-    ("sft__steps", 1),
     ("seed", 1),
   ],
 )

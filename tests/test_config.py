@@ -230,7 +230,7 @@ WRONG = [
   ),
   (
     "environment.name=own_team.empty",
-    "environment.name: 'own_team.empty' has no make(); define it",
+    "environment.name: 'own_team.empty' has no make; define it",
   ),
   (
     "data.source.name=own_tasks",
@@ -251,6 +251,34 @@ WRONG = [
     "orchestra.options={'max_loop': 3}",
     "orchestra.options.max_loop: unknown key; allowed are max_loops; did you "
     "mean 'max_loops'?",
+  ),
+  (
+    "orchestra.options.max_loops=0",
+    "orchestra.options.max_loops: 0 is not allowed; write an integer >= 1",
+  ),
+  (
+    "policies.bob.optimizer.decay_steps=5",
+    "policies.bob.optimizer.decay_steps: has no effect with "
+    "optimizer.schedule='constant'; remove it",
+  ),
+  (
+    "policies.bob={'checkpoint': 'x', 'frozen': True, 'remat': True}",
+    "policies.bob.remat: has no effect with frozen=True; remove it",
+  ),
+  (
+    "advantage.pool_agents=True",
+    "advantage.pool_agents: has no effect with advantage.name='agent_wise'"
+    "…or write name='grpo'",
+  ),
+  (
+    "agents.solver.sampling.top_k=20",
+    "agents.solver.sampling: top_k=20, top_p=1 would train on tokens drawn…"
+    "write 0 and 1 (eval.sampling is free)",
+  ),
+  (
+    "placement.timeout_s=10",
+    "placement.timeout_s: 10 is not more than rollout.turn_timeout_s=600…"
+    "raise it",
   ),
   (
     "orchestra.options={'max_loops': 'two'}",
@@ -374,7 +402,7 @@ def test_modes_need_different_things(read):
 def test_sft_needs_demonstrations(read):
   [line] = lines(read, mode="sft")
   assert line == (
-    "data.source.name: 'own_team.simple' has no demonstrations(); define it, "
+    "data.source.name: 'own_team.simple' has no demonstrations; define it, "
     "as --mode=sft needs it"
   )
   arithmetic = "data.source.name=arithmetic"

@@ -199,7 +199,7 @@ def test_agents_gradients_add_up():
   batch = pack(turns, 1, 16)
   programs = learner.programs(spec)
   params = transformer.init_params(MODEL, jax.random.key(0))
-  rest = (np.float32(batch.mask.sum()), 1, TEMPERATURE)
+  rest = (np.float32(batch.mask.sum()), 1, TEMPERATURE, np.arange(2))
   by_token = batching.gather(ADVANTAGES, batch)
 
   def norms(weights):

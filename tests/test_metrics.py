@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -230,8 +231,46 @@ def test_inflation_takes_the_tolerance_of_equal_scores():
   ]
   assert rollout(group)["kappa_groups/solver"] == 0
   assert "kappa/solver" not in rollout(group)
-  exact = rollout(group, zero_tolerance=0.0)
-  assert exact["kappa/solver"] == pytest.approx(1.0)
+  apart = [episode(turn("solver"), reward=r) for r in (100.0, 100.1)]
+  assert rollout(apart)["kappa/solver"] == pytest.approx(1.0, rel=1e-3)
+
+
+def test_hosts_are_merged_by_what_they_count():
+  one = {"turns/a": 1.0, "valid/a": 1.0, "logprob_gap_max/a": 2.0}
+  two = {"turns/a": 3.0, "valid/a": 0.0, "logprob_gap_max/a": 1.0}
+  one |= {"kappa/a": 2.0, "kappa_groups/a": 1.0, "grad_norm/p": 0.5}
+  two |= {"kappa_groups/a": 0.0, "grad_norm/p": 0.5}
+  assert metrics.merge([one, two]) == {
+    "turns/a": 4.0,
+    "valid/a": 0.25,
+    "logprob_gap_max/a": 2.0,
+    "kappa/a": 2.0,
+    "kappa_groups/a": 1.0,
+    "grad_norm/p": 0.5,
+  }
+  assert metrics.merge([one]) == one
+
+
+def test_an_update_that_was_skipped_says_nothing():
+  """Rule 12: no metric is NaN."""
+  sums = SimpleNamespace(
+    tokens=np.array([4.0, 0.0]),
+    clipped=np.array([1.0, 0.0]),
+    dual_clipped=np.zeros(2),
+    log_ratio_abs=np.array([2.0, 0.0]),
+    log_ratio_max=np.array([1.5, 0.0]),
+  )
+  output = SimpleNamespace(
+    loss=0.1, grad_norm=0.2, finite=True, ratio_error=0.0, sums=sums
+  )
+  found = metrics.update(output, np.array([0.3, 0.4]), "p", {"a": 0, "b": 1})
+  assert found["clip_fraction/a"] == 0.25 and found["logprob_gap/a"] == 0.5
+  assert "clip_fraction/b" not in found
+  assert found["grad_norm/p/b"] == 0.4
+  alone = metrics.update(output, None, "p", {"a": 0})
+  assert alone["grad_norm/p/a"] == alone["grad_norm/p"] == 0.2
+  output.finite, output.loss = False, math.nan
+  assert metrics.update(output, None, "p", {"a": 0}) == {}
 
 
 @pytest.mark.parametrize(

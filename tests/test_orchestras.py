@@ -91,8 +91,8 @@ def test_one_loop_has_no_verifier():
 
 
 def test_no_loop_is_refused():
-  with pytest.raises(ValueError, match="max_loops=0"):
-    _play(math.run, [], max_loops=0)
+  with pytest.raises(ValueError, match="max_loops: 0"):
+    math.check(max_loops=0)
 
 
 def test_single():

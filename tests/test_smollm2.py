@@ -21,8 +21,8 @@ from drmas_jax import batching, engine, learner, placement, sharding
 from drmas_jax import config as config_lib
 from drmas_jax.agents import math as agents
 from drmas_jax.models import transformer, weights
-from drmas_jax.rollout import root_key
 from drmas_jax.sampler import Request, Sampler
+from drmas_jax.sampling import root_key
 from drmas_jax.tokenizer import Tokenizer
 from drmas_jax.types import Task, Turn
 

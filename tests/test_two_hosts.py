@@ -12,6 +12,12 @@ import small_run
 from drmas_jax import hosts
 
 STEPS = 2
+# The compile cache serves process 0 alone, so the other compiles every time.
+XLA_FLAGS = (
+  "--xla_force_host_platform_device_count=4 "
+  "--xla_backend_optimization_level=0 "
+  "--xla_llvm_disable_expensive_passes=true"
+)
 
 
 def start(workdir, *flags, faults=("none", "none"), **env):
@@ -29,7 +35,7 @@ def start(workdir, *flags, faults=("none", "none"), **env):
       f"--process_id={i}",
       *flags,
       fault=fault,
-      num_devices=4,
+      XLA_FLAGS=XLA_FLAGS,
       **env,
     )
     for i, fault in enumerate(faults)

@@ -16,8 +16,9 @@ class Environment(Protocol):
   Attributes:
     scores_groups: which of the two methods is called; the other may be absent.
 
-  An exception that `score` or `score_group` raises stops the run, except
-  `types.TransientError`, which loses the episode (or the group's) alone.
+  What a coroutine raises, or a time limit, loses its episodes and no more: it
+  depends on the world outside. An exception of a plain function is a bug and
+  stops the run, except `types.TransientError`, which loses the episodes.
   """
 
   scores_groups: bool

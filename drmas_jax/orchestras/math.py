@@ -10,6 +10,14 @@ from drmas_jax.types import Task
 ROLES = ("solver", "verifier")
 
 
+def check(*, max_loops: int = 2) -> None:
+  """Refuses options that cannot run, before anything starts."""
+  if max_loops < 1:
+    raise ValueError(
+      f"max_loops: {max_loops} is not allowed; write an integer >= 1"
+    )
+
+
 async def run(task: Task, call, *, max_loops: int = 2) -> str:
   """Plays one episode and returns the team's action, the last solution.
 
@@ -19,10 +27,6 @@ async def run(task: Task, call, *, max_loops: int = 2) -> str:
       `said` is what the team has said so far, as (agent, text) pairs.
     max_loops: most solutions in an episode, at least 1.
   """
-  if max_loops < 1:
-    raise ValueError(
-      f"max_loops={max_loops} is not allowed; write an integer >= 1"
-    )
   said = ()
   for loop in range(max_loops):
     solution = await call("solver", task, said)

@@ -1,4 +1,4 @@
-"""The shipped policies of `configs/math_tiny.py`: "tiny:solver", "tiny:verifier".
+"""The shipped policies of `configs/math_tiny.py`, tiny:solver and tiny:verifier.
 
 Two layers of width 64, 0.1 M parameters each, as Hugging Face folders that the
 ordinary code loads. They were made by `--mode=sft` with its seed 0, in about
@@ -10,7 +10,8 @@ teach the arithmetic fast, then on the imperfect ones of the config.
          --config.policies.verifier.micro_batch=64"
     $job --workdir first --config.sft.from_scratch=True --config.sft.steps=1000
          --config.sft.learning_rate=5e-3 --config.sft.options.solver_noise=0.1
-         --config.sft.options.solver_slip=0.0 --config.sft.options.retry_copy=0.5
+         --config.sft.options.solver_slip=0.0
+         --config.sft.options.retry_copy=0.5
          --config.sft.options.verifier_noise=0.0
          --config.sft.options.verifier_flip=0.0
     $job --workdir second
