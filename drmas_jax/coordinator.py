@@ -39,6 +39,7 @@ from drmas_jax import (
   placement,
   rewards,
   rollout,
+  sampling,
   sft,
   writers,
 )
@@ -205,7 +206,9 @@ class Training:
       workdir, config.checkpoint.keep, read_only=mode == "eval"
     )
     self.penalties = {n: a.invalid_penalty for n, a in config.agents.items()}
-    self.keys = {p: rollout.root_key(config.seed, p) for p in ("train", "eval")}
+    self.keys = {
+      p: sampling.root_key(config.seed, p) for p in ("train", "eval")
+    }
     # What a checkpoint holds beside the policies.
     self.step_done = 0
     self.cursor = 0

@@ -75,8 +75,8 @@ def token_logprobs(
   xs = (hidden, targets, temperature)
   if not chunk or chunk >= num_rows * length:
     return step(xs)
-  width = max(1, chunk // num_rows)
-  num_chunks = -(-length // width)
+  num_chunks = -(-length // max(1, chunk // num_rows))
+  width = -(-length // num_chunks)  # chunks of one size, with little padding
 
   def split(x):
     surplus = num_chunks * width - length

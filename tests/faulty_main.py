@@ -102,9 +102,11 @@ def _digest(tree) -> str:
 
 
 def main() -> int:
-  """SILENT_S in the environment: how long another host may be silent."""
+  """SILENT_S and GRACE_S in the environment: two of the package's limits."""
   fault = sys.argv.pop(1)
-  hosts._SILENT_S = float(os.environ.get("SILENT_S", hosts._SILENT_S))
+  for module, name in ((hosts, "SILENT_S"), (coordinator, "GRACE_S")):
+    if name in os.environ:
+      setattr(module, f"_{name}", float(os.environ[name]))
   if fault != "none":
     name, moment, step = fault.split(":")
     _set_fault(getattr(signal, name).value, moment, int(step))

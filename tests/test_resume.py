@@ -24,8 +24,8 @@ def straight(tmp_path_factory):
   return workdir
 
 
-def go_on(workdir, fault=None, *flags):
-  return small_run.run(workdir, *flags, fault=fault, PYTHONHASHSEED="2")
+def go_on(workdir, fault=None, *flags, **env):
+  return small_run.run(workdir, *flags, fault=fault, PYTHONHASHSEED="2", **env)
 
 
 def assert_same_run(workdir, straight):
@@ -83,13 +83,15 @@ def test_killed_again_and_again(straight, tmp_path):
 
 
 def test_signals_save_and_say_how_to_go_on(straight, tmp_path):
-  """In a rollout, in an evaluation that is due, and in the last step."""
-  for fault, step in (
-    ("SIGTERM:rollout:1", 1),
-    ("SIGINT:evaluation:2", 3),
-    ("SIGTERM:rollout:5", 5),
+  """What is under way is finished within the grace, or given up after it; an
+  evaluation that was given up is made up for."""
+  for fault, grace_s, step in (
+    ("SIGTERM:rollout:1", 30, 1),
+    ("SIGINT:evaluation:2", 0, 2),
+    ("SIGTERM:rollout:4", 0, 3),
+    ("SIGTERM:rollout:5", 30, 5),
   ):
-    code, said = go_on(tmp_path, fault)
+    code, said = go_on(tmp_path, fault, GRACE_S=str(grace_s))
     number = getattr(signal, fault.partition(":")[0])
     assert code == 128 + number, said
     assert f"{number.name}: the step is finished" in said

@@ -200,7 +200,7 @@ def test_the_end_token_is_trained_though_it_is_also_the_pad(policy, turns):
 
 def run(root, tmp_path, folder, shared, steps):
   """The command on one device; returns metrics by step."""
-  (tmp_path / "letters.py").write_text(REWARD)
+  (tmp_path / "own.py").write_text(REWARD)
   workdir = tmp_path / "run"
   keys = {
     "policies.solver.checkpoint": folder,

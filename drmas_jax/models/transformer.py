@@ -364,12 +364,14 @@ def _each(params, x, view, cache, config, mesh):
 def _unroll(config: DecoderConfig) -> int:
   """Layers per iteration of the scan.
 
-  XLA's CPU code gains a quarter from seeing several layers at once;
-  accelerators gain nothing and compile longer.
+  XLA's CPU code gains a quarter from seeing several narrow layers at once. Wide
+  layers and accelerators gain nothing: a train step of 30 layers, d = 576, then
+  takes 21 s to compile instead of 6, a quarter more memory, and no less time.
   """
   if config.unroll:
     return config.unroll
-  return min(config.num_layers, 8) if jax.default_backend() == "cpu" else 1
+  narrow = config.embed_dim <= 128 and jax.default_backend() == "cpu"
+  return min(config.num_layers, 8) if narrow else 1
 
 
 def _view(inputs: Inputs, cache: Cache | None, config: DecoderConfig) -> View:

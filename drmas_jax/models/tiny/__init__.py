@@ -1,4 +1,4 @@
-"""The shipped policies of `configs/math_tiny.py`, tiny:solver and tiny:verifier.
+"""The shipped policies: tiny:solver and tiny:verifier of configs/math_tiny.py.
 
 Two layers of width 64, 0.1 M parameters each, as Hugging Face folders that the
 ordinary code loads. They were made by `--mode=sft` with its seed 0, in about
