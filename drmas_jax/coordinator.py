@@ -472,6 +472,8 @@ class Training:
     """The newest checkpoint of the workdir, or the checkpoint folders."""
     run = self.checkpoints.run()
     self._check_resume(run, allow_change)
+    if run is None and self.mode == "eval":
+      _say(f"no checkpoint in {self.workdir}: the policies as they come")
     for name, backbone in self.backbones.items():
       if run is None or name not in self.config.trained:
         with _blaming(f"policies.{name}.checkpoint"):
@@ -592,13 +594,14 @@ def evaluate_workdir(
   """The newest checkpoint of a workdir, or the policies as they come, on the
   held-out tasks; writes nothing."""
   stop = Stop()
+  training = Training(
+    config, _build(config), workdir, stop, time.monotonic(), "eval"
+  )
   try:
-    training = Training(
-      config, _build(config), workdir, stop, time.monotonic(), "eval"
-    )
     training.restore(())
     return training.evaluate(final=True)
   finally:
+    training.close()
     stop.close()
 
 

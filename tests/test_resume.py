@@ -86,7 +86,6 @@ def test_signals_save_and_say_how_to_go_on(straight, tmp_path):
   """What is under way is finished within the grace, or given up after it; an
   evaluation that was given up is made up for."""
   for fault, grace_s, step in (
-    ("SIGTERM:rollout:1", 30, 1),
     ("SIGINT:evaluation:2", 0, 2),
     ("SIGTERM:rollout:4", 0, 3),
     ("SIGTERM:rollout:5", 30, 5),

@@ -9,7 +9,8 @@ import time
 import pytest
 import small_run
 
-from drmas_jax import hosts
+from drmas_jax import config as config_lib
+from drmas_jax import hosts, placement
 
 STEPS = 2
 # The compile cache serves process 0 alone, so the other compiles every time.
@@ -106,9 +107,19 @@ def test_a_killed_process_ends_the_other_and_is_named(job, tmp_path):
   (code, said), (killed, _) = finish(processes)
   assert killed == -signal.SIGKILL, said
   assert code == hosts.EXIT_LOST, said
-  assert "host 0: host 1 (" in said and "has not answered for 8 s" in said
+  assert "host 0: host 1 (" in said and "has not answered for" in said
   assert (tmp_path / "checkpoints" / "1").is_dir()
   assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.quick
+def test_tasks_that_hosts_cannot_share_are_refused():
+  config = config_lib.read(
+    small_run.ROOT / "tests" / "small_run.py", ["data.num_tasks=5"]
+  )
+  with pytest.raises(config_lib.ConfigError, match=r"data\.num_tasks: 5 tasks"):
+    placement.lay_out(config, num_hosts=2, num_local=4)
+  placement.lay_out(config, num_hosts=1, num_local=4)
 
 
 @pytest.mark.quick

@@ -27,7 +27,7 @@ def storm(workdir: pathlib.Path, seconds: float, rng: random.Random) -> int:
   for kills in range(_MOST_KILLS):
     process = small_run.start(workdir, *_FLAGS)
     # From the imports to the end of a start that is left in peace.
-    time.sleep(seconds * rng.uniform(0.3, 1.1))
+    time.sleep(seconds * rng.uniform(0.3, 1.0))
     process.kill()
     code, said = small_run.finish(process)
     if code == 0:

@@ -27,12 +27,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "math_tiny.py"
 
 
-def run_job(workdir: pathlib.Path, cache: pathlib.Path, seed: int) -> dict:
-  """One whole run in its own process; seconds of wall clock and CPU."""
+def run_job(
+  workdir: pathlib.Path, cache: pathlib.Path, seed: int, *flags: str
+) -> dict:
+  """One run in its own process; seconds of wall clock and CPU."""
   shutil.rmtree(workdir, ignore_errors=True)
   command = [
     *(sys.executable, "-m", "drmas_jax.main", "--config", str(CONFIG)),
-    *("--workdir", str(workdir), f"--config.seed={seed}"),
+    *("--workdir", str(workdir), f"--config.seed={seed}", *flags),
   ]
   before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
   subprocess.run(
@@ -49,6 +51,7 @@ def run_job(workdir: pathlib.Path, cache: pathlib.Path, seed: int) -> dict:
   )
   after = resource.getrusage(resource.RUSAGE_CHILDREN)
   summary = json.loads((workdir / "summary.json").read_text())
+  success = {k: summary[k].get("avg@8", [None])[0] for k in ("before", "after")}
   return {
     "wall_s": time.monotonic() - start,
     "cpu_s": after.ru_utime
@@ -57,10 +60,20 @@ def run_job(workdir: pathlib.Path, cache: pathlib.Path, seed: int) -> dict:
     - before.ru_stime,
     "first_step_s": summary["seconds_to_first_step"],
     "peak_gb": summary["peak_memory_gb"],
-    "before": summary["before"]["avg@8"][0],
-    "after": summary["after"]["avg@8"][0],
+    **success,
     "deterministic": summary["deterministic"],
   }
+
+
+def first_step_s(folder: pathlib.Path, seed: int, cache: str) -> float:
+  """From the start of the process to the end of the first update, without any
+  evaluation, whose programs are the rollout's."""
+  if cache == "cold":
+    shutil.rmtree(folder, ignore_errors=True)
+  (folder / "cache").mkdir(parents=True, exist_ok=True)
+  flags = ("--config.steps=1", "--config.eval.num_tasks=0")
+  run = run_job(folder / "run", folder / "cache", seed, *flags)
+  return run["first_step_s"]
 
 
 def analyse(workdir: pathlib.Path, num_tasks: int) -> dict:
@@ -115,7 +128,10 @@ def main() -> None:
     cold = run_job(workdir, cache, seed)
     warm = run_job(workdir, cache, seed)
     team = analyse(workdir, args.num_tasks)
-    results.append({"seed": seed, "cold": cold, "warm": warm, "team": team})
+    first = {c: first_step_s(out / "first", seed, c) for c in ("cold", "warm")}
+    results.append(
+      {"seed": seed, "cold": cold, "warm": warm, "first": first, "team": team}
+    )
     print(json.dumps(results[-1], indent=2), flush=True)
 
   def median(*path):
@@ -131,9 +147,7 @@ def main() -> None:
       {
         "cpu_s": {c: median(c, "cpu_s") for c in ("cold", "warm")},
         "wall_s": {c: median(c, "wall_s") for c in ("cold", "warm")},
-        "first_step_s": {
-          c: median(c, "first_step_s") for c in ("cold", "warm")
-        },
+        "first_step_s": {c: median("first", c) for c in ("cold", "warm")},
         "peak_gb": median("cold", "peak_gb"),
         "before": median("cold", "before"),
         "after": [round(r["team"]["avg@8"][0], 3) for r in results],
