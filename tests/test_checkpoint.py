@@ -153,7 +153,11 @@ def test_works_under_an_active_mesh(tmp_path):
 
 @pytest.mark.quick
 def test_states_may_be_donated_once_save_returns(tmp_path):
-  """On CPU a host copy can be a view of the buffer that is then reused."""
+  """On CPU a host copy can be a view of the buffer that is then reused.
+
+  While the write in the background still holds such a view, jax copies instead
+  of reusing; either way what is written is what was saved.
+  """
   mesh = mesh_of(8)
   state = make_state(0, mesh, scale=512)
   want = jax.tree.map(lambda x: np.array(x, copy=True), state)
@@ -165,10 +169,8 @@ def test_states_may_be_donated_once_save_returns(tmp_path):
   target = abstract(state)
   checkpoints = Checkpoints(tmp_path)
   checkpoints.save(make_run(1), {"solver": state})
-  before = state
   for _ in range(3):
     state = update(state)
-  assert before.params["embed"].is_deleted()
   states, _ = checkpoints.restore({"solver": target})
   assert_same(states["solver"], want)
 
