@@ -1,12 +1,25 @@
-"""SmolLM2-135M-Instruct as solver and verifier on GSM8K.
+r"""SmolLM2-135M-Instruct as solver and as verifier, on GSM8K.
 
-    python -m drmas_jax.main --config configs/math_smollm2.py
-        --config.policies.solver.checkpoint=SMOLLM2
-        --config.policies.verifier.checkpoint=SMOLLM2
-        --config.data.source.options.data_dir=DATA
+    python -m drmas_jax.main --config configs/math_smollm2.py \
+      --config.policies.solver.checkpoint=SMOLLM2 \
+      --config.policies.verifier.checkpoint=SMOLLM2 \
+      --config.data.source.options.data_dir=DATA
 
-SMOLLM2 is the Hugging Face folder of the model, DATA one with gsm8k_train.jsonl
-and gsm8k_test.jsonl.
+SMOLLM2 is a Hugging Face folder of the model, DATA one with gsm8k_train.jsonl
+and gsm8k_test.jsonl. Two copies of the checkpoint are trained apart, in fp32.
+
+It is there to show that a real policy loads, samples, is updated, is saved and
+resumed; it learns nothing in two steps. Within 128 tokens a policy of this size
+writes next to no box, so the reward is 0 and the solver is not updated
+(`skipped/no_signal/solver`); what the verifier's groups differ in is whether
+there is a verdict at all.
+
+Hardware: 2 CPU cores, 7 GB of memory (10 GB where both policies are updated).
+Time: run as it stands, 5.5 minutes on a busy machine, 314 CPU-seconds. A step
+takes 55 to 60 s for the rollout (37 tokens/s) and 4 CPU-seconds for each row of
+the update; an evaluation takes 60 s.
+Expected: held-out avg@4 0 before and after; at the first update
+`grad_norm/verifier` 1.4 and `ratio_error/verifier` below 1e-4.
 """
 
 from ml_collections import ConfigDict

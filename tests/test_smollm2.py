@@ -181,7 +181,7 @@ def test_the_end_token_is_trained_though_it_is_also_the_pad(policy, turns):
   _, _, tokenizer, _ = policy
   assert tokenizer.stop_ids == (tokenizer.pad_id,) == (2,)
   ended = [t for t in turns[4] if t.stop_reason == "stop"]
-  assert len(ended) >= 4
+  assert ended
   for turn in ended:
     assert list(turn.completion_ids).count(2) == 1
     assert turn.completion_ids[-1] == 2
@@ -193,6 +193,7 @@ def test_the_end_token_is_trained_though_it_is_also_the_pad(policy, turns):
     segments, mask = batch.segment_ids[0, 0], batch.mask[0, 0]
     assert segments.tolist() == [1] * total + [0] * 3
     assert mask[total - 1] == 1 and mask.sum() == len(turn.completion_ids)
+    np.testing.assert_array_equal(batch.weights[0, 0], mask)
 
 
 # -- the run -------------------------------------------------------------------
@@ -200,14 +201,15 @@ def test_the_end_token_is_trained_though_it_is_also_the_pad(policy, turns):
 
 def run(root, tmp_path, folder, shared, steps):
   """The command on one device; returns metrics by step."""
-  (tmp_path / "own.py").write_text(REWARD)
+  (tmp_path / "own").mkdir(exist_ok=True)
+  (tmp_path / "own" / "letters.py").write_text(REWARD)
   workdir = tmp_path / "run"
   keys = {
     "policies.solver.checkpoint": folder,
     "policies.verifier.checkpoint": folder,
     "data.source.options.data_dir": shared / "data" / "math",
     "data.source.options.cache_dir": tmp_path / "data",
-    "environment.name": "letters",
+    "environment.name": "own.letters",
     "agents.solver.max_tokens": 24,
     "agents.verifier.max_tokens": 24,
     "eval.num_tasks": 0,
@@ -248,8 +250,8 @@ def test_two_steps_and_a_third_after_a_resume(root, tmp_path, folder, shared):
   assert len(episodes) == 16
   assert {t["policy_version"] for e in episodes for t in e["turns"]} == {0, 1}
   workdir, metrics = run(root, tmp_path, folder, shared, 3)
-  assert sorted(metrics) == [1, 2, 3]
+  assert {1, 2, 3} <= metrics.keys()
   assert metrics[3]["grad_norm/solver"] > 0
   summary = json.loads((workdir / "summary.json").read_text())
   assert summary["steps"] == 3
-  assert summary["peak_memory_gb"] < 16
+  assert summary["peak_memory_gb"] < 12
