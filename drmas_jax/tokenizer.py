@@ -71,9 +71,12 @@ class Tokenizer:
 
     # Not AutoTokenizer: for some families it puts parts of its own in place of
     # what tokenizer.json says.
-    hf = transformers.PreTrainedTokenizerFast.from_pretrained(
-      str(folder), local_files_only=True
-    )
+    try:
+      hf = transformers.PreTrainedTokenizerFast.from_pretrained(
+        str(folder), local_files_only=True
+      )
+    except Exception as e:  # of many kinds, some of them from Rust
+      raise ValueError(f"its tokenizer cannot be read: {e}") from e
     if not hf.chat_template:
       raise ValueError(
         f"checkpoint={str(folder)!r} has no chat template; use an instruct "

@@ -189,6 +189,35 @@ def test_tied_head(tmp_path):
     _load(untied)
 
 
+@pytest.mark.parametrize(
+  ("name", "text", "message"),
+  [
+    ("config.json", "[1]", "config.json: holds no JSON object"),
+    ("config.json", "{", "config.json: not JSON"),
+    ("model.safetensors.index.json", "{}", "index.json: has no weight_map"),
+  ],
+)
+def test_json_of_a_wrong_shape(tmp_path, name, text, message):
+  folder = _write(tmp_path / "a", "llama")
+  config = weights.read_config(folder)
+  (folder / "model.safetensors").unlink()
+  (folder / name).write_text(text)
+  with pytest.raises(ValueError, match=message):
+    weights.read_config(folder)
+    weights.load(folder, config)
+
+
+def test_a_number_that_is_text(tmp_path):
+  folder = _write(tmp_path / "a", "llama")
+  raw = json.loads((folder / "config.json").read_text())
+  raw["hidden_size"] = "many"
+  (folder / "config.json").write_text(json.dumps(raw))
+  with pytest.raises(
+    ValueError, match="embed_dim is 'many'; it must be an int"
+  ):
+    weights.read_config(folder)
+
+
 def test_missing_folder_and_files(tmp_path):
   with pytest.raises(ValueError, match="nowhere: no such checkpoint folder"):
     weights.read_config(tmp_path / "nowhere")

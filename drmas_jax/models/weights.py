@@ -8,6 +8,7 @@ Loading is strict (rule 23): every tensor of the file is consumed and every
 parameter filled, or a ValueError names the tensors.
 """
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -59,7 +60,7 @@ def read_config(folder: str | pathlib.Path) -> DecoderConfig:
   path = _folder(folder) / CONFIG
   if not path.is_file():
     raise ValueError(f"{path}: no such file; is this a checkpoint folder?")
-  raw = json.loads(path.read_text())
+  raw = _object(path)
   named = (raw.get("architectures") or [raw.get("model_type")])[0]
   known = {}
   for family in _families().values():
@@ -71,11 +72,29 @@ def read_config(folder: str | pathlib.Path) -> DecoderConfig:
       f"{', '.join(supported)}"
     )
   try:
-    return known[named].read(raw)
+    config = known[named].read(raw)
   except KeyError as e:
     raise ValueError(f"{path}: the key {e} is missing") from e
-  except ValueError as e:
+  except (TypeError, AttributeError, ValueError) as e:
     raise ValueError(f"{path}: {e}") from e
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    if field.type is int and not isinstance(value, int):
+      raise ValueError(
+        f"{path}: what gives {field.name} is {value!r}; it must be an integer"
+      )
+  return config
+
+
+def _object(path: pathlib.Path) -> dict[str, Any]:
+  """A JSON file that must hold an object."""
+  try:
+    raw = json.loads(path.read_text())
+  except ValueError as e:
+    raise ValueError(f"{path}: not JSON: {e}") from e
+  if not isinstance(raw, dict):
+    raise ValueError(f"{path}: holds no JSON object; fetch the file again")
+  return raw
 
 
 def _folder(folder: str | pathlib.Path) -> pathlib.Path:
@@ -139,8 +158,10 @@ def _open(folder: pathlib.Path) -> dict[str, Any]:
   if (folder / WEIGHTS).is_file():
     parts = [WEIGHTS]
   elif (folder / INDEX).is_file():
-    index = json.loads((folder / INDEX).read_text())
-    parts = sorted(set(index["weight_map"].values()))
+    shards = _object(folder / INDEX).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+      raise ValueError(f"{folder / INDEX}: has no weight_map; fetch it again")
+    parts = sorted(set(shards.values()))
     if absent := [p for p in parts if not (folder / p).is_file()]:
       raise ValueError(
         f"{folder / INDEX}: names files that are not there: "
