@@ -15,9 +15,10 @@ writes next to no box, so the reward is 0 and the solver is not updated
 there is a verdict at all.
 
 Hardware: 2 CPU cores, 7 GB of memory (10 GB where both policies are updated).
-Time: run as it stands, 5.5 minutes on a busy machine, 314 CPU-seconds. A step
-takes 55 to 60 s for the rollout (37 tokens/s) and 4 CPU-seconds for each row of
-the update; an evaluation takes 60 s.
+Time: run as it stands, 5.5 minutes on a busy machine, 314 CPU-seconds with a
+compile cache that was mostly warm (20 more where it is cold). A step takes 55
+to 60 s for the rollout (37 tokens/s) and 8 CPU-seconds for each row of the
+update, padded to 512 tokens; an evaluation takes 60 s.
 Expected: held-out avg@4 0 before and after; at the first update
 `grad_norm/verifier` 1.4 and `ratio_error/verifier` below 1e-4.
 """

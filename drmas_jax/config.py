@@ -680,10 +680,12 @@ def _check_mode(config: Config, mode: Mode) -> list[str]:
       "policies: all are frozen, so nothing would be trained; set "
       "frozen=False for one, or use --mode=eval"
     )
-  if mode == "eval" and not (
-    config.eval.num_tasks or config.eval.final_num_tasks
-  ):
+  if mode == "eval" and not config.eval.num_tasks:
     faults.append("eval.num_tasks: 0 evaluates nothing; write a value >= 1")
+  if config.eval.final_num_tasks and not config.eval.num_tasks:
+    faults.append(
+      "eval.final_num_tasks: has no effect with eval.num_tasks=0; remove it"
+    )
   return faults
 
 

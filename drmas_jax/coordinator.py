@@ -232,7 +232,8 @@ class Training:
     """Trains to `config.steps`; returns the exit code."""
     try:
       if not self.before and self.step_done == 0:
-        _say(f"first the held-out tasks; then {self.config.steps} steps")
+        if self.config.eval.num_tasks:
+          _say(f"first the held-out tasks; then {self.config.steps} steps")
         self.before = self.evaluate(final=True).summary()
       while self.step_done < self.config.steps:
         self._follow_up()
@@ -430,12 +431,14 @@ class Training:
   def evaluate(self, final: bool = False) -> evaluate.Evaluation:
     """On the held-out tasks, written as metrics of the step done."""
     began = time.monotonic()
-    num = (
-      final and self.config.eval.final_num_tasks
-    ) or self.config.eval.num_tasks
+    num = self.config.eval.num_tasks
+    if final and num:
+      num = self.config.eval.final_num_tasks or num
     result = evaluate.run(
       self.rollout, self.held_out[:num], self.config, self.keys["eval"]
     )
+    if not num:  # no evaluations are asked for
+      return result
     if result.scalars["wall_clock_faults/team"]:
       self.deterministic = False
     found = result.metrics()
@@ -579,7 +582,8 @@ class Training:
     self.writer.write_report()
     self.close()
     if self.writer.primary:
-      print(writers.table(self.before, after))
+      if after:
+        print(writers.table(self.before, after))
       print(f"{self.workdir}: summary.json, report.png, checkpoints/")
 
   def close(self) -> None:
