@@ -754,7 +754,10 @@ def _check_effect(path: str, policy: Policy) -> list[str]:
   """Keys that were set and would change nothing."""
   idle, why = [], ""
   if policy.frozen:
-    trained = ("optimizer", "loss", "old_logprobs", "row_buckets", "remat")
+    trained = (
+      *("optimizer", "loss", "old_logprobs", "row_buckets", "remat"),
+      *("micro_batch", "compute_dtype", "update_on_zero_signal"),
+    )
     idle = [k for k in trained if getattr(policy, k) != _default(Policy, k)]
     why = "frozen=True"
   elif policy.optimizer.schedule == "constant":

@@ -153,7 +153,7 @@ def get_config():
   for name in {policies}:
     policy = config.policies[name]
     policy.frozen = True
-    del policy.optimizer, policy.row_buckets
+    del policy.optimizer, policy.row_buckets, policy.micro_batch
   return config
 """)
   return path
