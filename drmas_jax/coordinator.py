@@ -241,6 +241,9 @@ class Training:
       after = self._follow_up()
     except Stopped:
       return self._interrupted()
+    except RunError:  # on all hosts alike; what was learned is kept
+      self._interrupted()
+      raise
     self._finish(after)
     return 0
 

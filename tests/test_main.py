@@ -21,6 +21,7 @@ from drmas_jax import (
   sampling,
 )
 from drmas_jax import config as config_lib
+from drmas_jax.types import RunError
 
 CONFIG = small_run.ROOT / "tests" / "small_run.py"
 TINY = small_run.ROOT / "drmas_jax" / "models" / "tiny"
@@ -140,6 +141,35 @@ SPLIT = "--config.placement.strategy=split"
 
 def call(workdir, *flags, config=CONFIG):
   return main.main([f"--config={config}", f"--workdir={workdir}", *flags])
+
+
+def test_a_run_that_cannot_go_on_keeps_what_it_has(tmp_path, capsys):
+  """Exit 3; the steps since the last checkpoint are saved before."""
+  flags = ("--config.eval.num_tasks=0", "--config.checkpoint.every=100")
+  assert call(tmp_path, *flags, "--config.steps=1") == 0
+  late = ("--config.steps=3", "--config.rollout.turn_timeout_s=1e-6")
+  assert call(tmp_path, *flags, *late) == 3
+  said = capsys.readouterr().err
+  assert "step 2: 16 of 16 episodes failed" in said
+  assert "allowed is a share of rollout.max_failed=0.5" in said
+  assert "turn past rollout.turn_timeout_s" in said
+  assert "Traceback" not in said
+  assert call(tmp_path, *flags, "--config.steps=3") == 0
+  assert (tmp_path / "checkpoints" / "3").is_dir()
+
+
+def test_steps_before_a_failure_are_saved(tmp_path, monkeypatch):
+  whole = coordinator.Training._check_failures
+
+  def fails(self, shares):
+    if self.step_done == 2:
+      raise RunError("the third step cannot be")
+    whole(self, shares)
+
+  monkeypatch.setattr(coordinator.Training, "_check_failures", fails)
+  flags = ("--config.eval.num_tasks=0", "--config.checkpoint.every=100")
+  assert call(tmp_path, *flags) == 3
+  assert (tmp_path / "checkpoints" / "2").is_dir()
 
 
 def freeze(folder, *policies):
