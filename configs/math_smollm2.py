@@ -3,7 +3,7 @@ r"""SmolLM2-135M-Instruct as solver and as verifier, on GSM8K.
     python -m drmas_jax.main --config configs/math_smollm2.py \
       --config.policies.solver.checkpoint=SMOLLM2 \
       --config.policies.verifier.checkpoint=SMOLLM2 \
-      --config.data.source.options.data_dir=DATA
+      --config.data.sources.gsm8k.options.data_dir=DATA
 
 SMOLLM2 is a Hugging Face folder of the model, DATA one with gsm8k_train.jsonl
 and gsm8k_test.jsonl. Two copies of the checkpoint are trained apart, in fp32.
@@ -64,7 +64,7 @@ def get_config() -> ConfigDict:
       orchestra=dict(name="math", options=dict(max_loops=2)),
       environment=dict(name="math"),
       data=dict(
-        source=dict(name="gsm8k", options=dict(data_dir="data/math")),
+        sources=dict(gsm8k=dict(options=dict(data_dir="data/math"))),
         num_tasks=2,
         group_size=4,
       ),

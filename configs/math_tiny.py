@@ -52,7 +52,7 @@ def get_config() -> ConfigDict:
       orchestra=dict(name="math", options=dict(max_loops=2)),
       environment=dict(name="math"),
       data=dict(
-        source=dict(name="arithmetic", options=dict(num_operands=5)),
+        sources=dict(arithmetic=dict(options=dict(num_operands=5))),
         num_tasks=16,
         group_size=8,
       ),

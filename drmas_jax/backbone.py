@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from drmas_jax import batching, engine, learner, placement
+from drmas_jax import batching, engine, folders, learner, placement
 from drmas_jax import config as config_lib
+from drmas_jax.checkpoint import SavedPolicy
 from drmas_jax.models import transformer, weights
 from drmas_jax.rewards import Rows
 from drmas_jax.sampler import Sampler
@@ -27,26 +28,90 @@ _SMALLEST_BUCKET = 32
 
 
 def checkpoint_folder(checkpoint: str) -> pathlib.Path:
-  """ "tiny:NAME" is a policy that is shipped; anything else is a folder.
+  """ "tiny:NAME" is a policy that is shipped, "run:WORKDIR/POLICY" one of
+  another run (its weights are in the run's checkpoints; this is the folder that
+  they began with); anything else is a folder, here or elsewhere (`folders`).
 
   Raises:
-    ValueError: there is no such folder.
+    ValueError: there is no such folder, it cannot be fetched, or it is not as
+      the run found it.
   """
   kind, _, name = checkpoint.partition(":")
+  if kind == "run":
+    return original_folder(SavedPolicy.parse(checkpoint))
   if kind != "tiny":
-    folder = pathlib.Path(checkpoint).expanduser()
-    if not folder.is_dir():
-      raise ValueError(
-        "no such folder; allowed are a Hugging Face folder and tiny:NAME; make "
-        "it or correct the path"
-      )
-    return folder
+    return folders.fetch(checkpoint)
   shipped = sorted(p.parent.name for p in _TINY.glob("*/config.json"))
   if name not in shipped:
     raise ValueError(
       f"not shipped; allowed are {', '.join(f'tiny:{n}' for n in shipped)}"
     )
   return _TINY / name
+
+
+def checkpoint_sizes(checkpoint: str) -> transformer.DecoderConfig:
+  """What a plan needs of a checkpoint, whose weights may still be elsewhere.
+
+  Raises:
+    ValueError: as `checkpoint_folder`, or as `weights.read_config`.
+  """
+  if checkpoint.startswith(("tiny:", "run:")):
+    return weights.read_config(checkpoint_folder(checkpoint))
+  return folders.sizes(checkpoint)
+
+
+def original_folder(saved: SavedPolicy) -> pathlib.Path:
+  """The folder whose config.json and tokenizer a run's policy has.
+
+  Raises:
+    ValueError: it is gone, or not as the run found it.
+  """
+  began = f"its run began with {saved.checkpoint!r}"
+  try:
+    folder = checkpoint_folder(saved.checkpoint)
+  except ValueError as e:
+    raise ValueError(
+      f"{saved}: {began}: {e} (a relative path is one from the folder that the "
+      "run was started in)"
+    ) from e
+  if digest(folder) != saved.digest:
+    raise ValueError(
+      f"{saved}: {began}, and config.json or the tokenizer of {str(folder)!r} "
+      "is not what it was then; put it back"
+    )
+  return folder
+
+
+def pinned(checkpoint: str) -> str:
+  """A checkpoint's name; that of another run's policy with the step it means.
+
+  Raises:
+    ValueError: there is no such run, policy or step.
+  """
+  if not checkpoint.startswith("run:"):
+    return checkpoint
+  return SavedPolicy.parse(checkpoint).pinned
+
+
+def digest(folder: pathlib.Path) -> str:
+  """Of the model's shape and the tokenizer, as a checkpoint folder has them."""
+  found = hashlib.sha256()
+  for name in (
+    *("config.json", "tokenizer.json", "tokenizer_config.json"),
+    "chat_template.jinja",
+  ):
+    path = folder / name
+    found.update(path.read_bytes() if path.is_file() else b"")
+  return found.hexdigest()[:16]
+
+
+def _read_tokenizer(
+  name: str, policy: config_lib.Policy, folder: pathlib.Path
+) -> Tokenizer:
+  try:
+    return Tokenizer.load(folder, policy.chat_template_kwargs)
+  except ValueError as e:  # it begins with the key
+    raise config_lib.ConfigError(f"policies.{name}.{e}") from e
 
 
 def _check_model(
@@ -73,13 +138,14 @@ class Work(NamedTuple):
   """What one backbone would train on; hosts agree on its numbers.
 
   Attributes:
-    indices: of the rows with a signal among the step's rows.
-    tokens: sampled tokens of all its real rows, with a signal or without: the
+    rows: the step's turns of each row of a batch, by their places; a row is
+      there if one of its turns has a signal.
+    tokens: sampled tokens of all its real turns, with a signal or without: the
       denominator of the loss.
-    size: of the rows at `indices`.
+    size: of `rows`.
   """
 
-  indices: np.ndarray
+  rows: list[tuple[int, ...]]
   tokens: int
   size: batching.Size
 
@@ -100,7 +166,7 @@ class Backbone:
     self.policy = config.policies[name]
     self.slice = slice_
     self.folder = folder
-    self.tokenizer = Tokenizer.load(folder)
+    self.tokenizer = _read_tokenizer(name, self.policy, folder)
     self.agents = config.agents_of(name)
     self.agent_index = {a: config.agent_names.index(a) for a in self.agents}
     self._temperatures = np.array(
@@ -147,20 +213,20 @@ class Backbone:
 
   @functools.cached_property
   def digest(self) -> str:
-    """Of the model's shape and the tokenizer, as the folder has them."""
-    digest = hashlib.sha256()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-      path = self.folder / name
-      digest.update(path.read_bytes() if path.is_file() else b"")
-    return digest.hexdigest()[:16]
+    return digest(self.folder)
 
   # -- weights -----------------------------------------------------------------
 
+  def read(self) -> transformer.Params:
+    """The checkpoint's parameters, on the train slice."""
+    if self.policy.checkpoint.startswith("run:"):
+      saved = SavedPolicy.parse(self.policy.checkpoint)
+      return saved.restore(self.abstract_state().params)
+    return weights.load(self.folder, self.learner.model, self.slice.train_mesh)
+
   def load(self) -> None:
-    """Reads the checkpoint folder into the train slice."""
-    params = weights.load(
-      self.folder, self.learner.model, self.slice.train_mesh
-    )
+    """Reads the checkpoint into the train slice."""
+    params = self.read()
     if self.policy.frozen:
       self.params = params
     else:
@@ -199,7 +265,7 @@ class Backbone:
   # -- training ----------------------------------------------------------------
 
   def work(self, rows: Rows, advantages: np.ndarray) -> Work:
-    """Own rows of the step. Those without a signal are left out of the
+    """Own turns of the step. Rows without a signal are left out of the
     gradient, which is exact for a loss that is linear in the advantage, and
     their tokens stay in the denominator."""
     own = np.array([t.policy == self.name for t in rows.turns], bool)
@@ -207,11 +273,15 @@ class Backbone:
     live = own & (lengths > 0)
     if not self.policy.update_on_zero_signal:
       live &= advantages != 0
-    indices = np.flatnonzero(live)
+    kept = [
+      row
+      for row in batching.rows(rows.turns, rows.episode)
+      if live[list(row)].any()
+    ]
     return Work(
-      indices,
+      kept,
       int(lengths[own].sum()),
-      batching.size([rows.turns[i] for i in indices]),
+      batching.size([rows.turns[row[-1]] for row in kept]),
     )
 
   def shape(self, size: batching.Size, num_hosts: int) -> tuple[int, int, int]:
@@ -247,12 +317,13 @@ class Backbone:
     """
     num_micro, local, length = self.shape(agreed, num_hosts)
     batch = batching.pack(
-      [rows.turns[i] for i in work.indices],
-      work.indices,
-      rows.agent[work.indices],
+      rows.turns,
+      range(len(rows.turns)),
+      rows.agent,
       num_micro=num_micro,
       micro_batch=local,
       length=length,
+      rows=work.rows,
     )
     trips = max(1, -(-agreed.num_rows // local))
     by_token = batching.gather(advantages, batch)

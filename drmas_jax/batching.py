@@ -1,8 +1,9 @@
 """Turns of one backbone -> rows of a Batch, in micro-batches (numpy).
 
-A row holds one turn: prompt, then completion. Rows are padded at the end with
-segment 0, mask 0 and weight 0, and so are whole rows that fill the last
-micro-batch: padding never counts anywhere.
+A row holds a turn: prompt, then completion; or several of a chat, each of which
+goes on where the one before ended. Rows are padded at the end with segment 0,
+mask 0 and weight 0, and so are whole rows that fill the last micro-batch:
+padding never counts anywhere.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,29 @@ class Size(NamedTuple):
   longest: int
 
 
+def rows(
+  turns: Sequence[Turn], episodes: Sequence[int]
+) -> list[tuple[int, ...]]:
+  """The turns of each row, by their places in `turns`.
+
+  Args:
+    turns: those of an episode in the order of their indices.
+    episodes: a number by turn, the same for turns of one episode.
+  """
+  found: list[list[int]] = []
+  row_of: dict[tuple[int, int], list[int]] = {}
+  for i, (turn, episode) in enumerate(zip(turns, episodes, strict=True)):
+    row = row_of.get((episode, turn.continues))
+    if row is None:
+      row = []
+      found.append(row)
+    row.append(i)
+    row_of[episode, turn.index] = row
+  return [tuple(row) for row in found]
+
+
 def size(turns: Sequence[Turn]) -> Size:
+  """Of rows that end with these turns, one each."""
   lengths = [len(t.prompt_ids) + len(t.completion_ids) for t in turns]
   return Size(len(turns), max(lengths, default=0))
 
@@ -64,40 +87,49 @@ def pack(
   num_micro: int,
   micro_batch: int,
   length: int,
+  rows: Sequence[Sequence[int]] | None = None,
 ) -> Batch:
   """Lays turns out as a Batch whose arrays are [num_micro, micro_batch, ..].
 
   Args:
-    turns: one row each, in order.
+    turns: one row each, in order, unless `rows` are given.
     turn_index: of each turn among the step's [N] turns.
     agent_index: of each turn's agent.
     num_micro: M.
     micro_batch: b; there is room for M b rows.
     length: T, at least the longest row.
+    rows: the turns of each row by their places in `turns`, each of which begins
+      with the ids of the one before; turns in none are left out.
   """
-  rows = num_micro * micro_batch
-  shape = (rows, length)
+  num_rows = num_micro * micro_batch
+  shape = (num_rows, length)
   tokens, positions, segments, agents, indices = (
     np.zeros(shape, np.int32) for _ in range(5)
   )
   mask, logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-  for row, turn in enumerate(turns):
-    start = len(turn.prompt_ids)
-    end = start + len(turn.completion_ids)
-    tokens[row, :start] = turn.prompt_ids
-    tokens[row, start:end] = turn.completion_ids
-    mask[row, start:end] = 1
-    logprobs[row, start:end] = turn.sampler_logprobs
-    positions[row, :end] = np.arange(end)
-    segments[row, :end] = 1
-    agents[row, :end] = agent_index[row]
-    indices[row, :end] = turn_index[row]
+  if rows is None:
+    rows = [(i,) for i in range(len(turns))]
+  for row, places in enumerate(rows):
+    known = 0  # tokens of the row so far
+    for i in places:
+      turn = turns[i]
+      start = len(turn.prompt_ids)
+      end = start + len(turn.completion_ids)
+      tokens[row, known:start] = turn.prompt_ids[known:]
+      tokens[row, start:end] = turn.completion_ids
+      mask[row, start:end] = 1
+      logprobs[row, start:end] = turn.sampler_logprobs
+      agents[row, known:end] = agent_index[i]
+      indices[row, known:end] = turn_index[i]
+      known = end
+    positions[row, :known] = np.arange(known)
+    segments[row, :known] = 1
   batch = Batch(
     tokens=tokens,
     mask=mask,
     positions=positions,
     segment_ids=segments,
-    policy_index=np.zeros([rows], np.int32),
+    policy_index=np.zeros([num_rows], np.int32),
     agent_index=agents,
     turn_index=indices,
     weights=mask.copy(),

@@ -19,6 +19,8 @@ import shutil
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+import numpy as np
+
 from drmas_jax import config as config_lib
 from drmas_jax import writers
 from drmas_jax.types import TrainState
@@ -82,14 +84,21 @@ class Checkpoints:
     at its start leaves no folder."""
     if not self._read_only:
       self._folder.mkdir(parents=True, exist_ok=True)
-    return self._ocp.CheckpointManager(
-      self._folder,
-      options=self._ocp.CheckpointManagerOptions(
-        create=not self._read_only,
-        read_only=self._read_only,
-        cleanup_tmp_directories=not self._read_only,
-      ),
-    )
+    absl = logging.getLogger("absl")
+    level = absl.level
+    try:
+      if self._read_only:  # it warns that it is
+        absl.setLevel(logging.ERROR)
+      return self._ocp.CheckpointManager(
+        self._folder,
+        options=self._ocp.CheckpointManagerOptions(
+          create=not self._read_only,
+          read_only=self._read_only,
+          cleanup_tmp_directories=not self._read_only,
+        ),
+      )
+    finally:
+      absl.setLevel(level)
 
   def save(self, run: Run, states: Mapping[str, TrainState]) -> None:
     """Copies the states to the host, and writes them in the background.
@@ -139,6 +148,23 @@ class Checkpoints:
 
   def latest(self) -> int | None:
     return max(self.steps(), default=None)
+
+  def find(self, name: str) -> int:
+    """The step that a number or "best" names.
+
+    Raises:
+      ValueError: it is not there; it says which are.
+    """
+    steps, best = self.steps(), self.best()
+    named = {str(s): s for s in steps}
+    if best is not None:
+      named["best"] = best
+    if name not in named:
+      raise ValueError(
+        f"{self._folder.parent}: has no step {name!r}; allowed are "
+        f"{', '.join(named) or 'none'}"
+      )
+    return named[name]
 
   def best(self) -> int | None:
     """The step of the highest score; of equal ones the later."""
@@ -206,11 +232,36 @@ class Checkpoints:
       "with another config or version, use that one, or start a new --workdir"
     )
 
-  def restore_policy(
-    self, step: int, name: str, abstract: TrainState
-  ) -> TrainState:
-    """One policy of one step, without reading the others."""
-    return self._read(step, {name: abstract})[0][name]
+  def restore_params(self, step: int, name: str, abstract: Any) -> Any:
+    """One policy's weights of one step; nothing else is read.
+
+    Args:
+      step: a committed one.
+      name: of the policy.
+      abstract: the tree of parameters, or some branches of it, as
+        `jax.ShapeDtypeStruct`: laid out by its sharding, or on the host as
+        numpy where it has none.
+    """
+    import jax
+
+    def restore_args(x):
+      if x.sharding is None:
+        return self._ocp.RestoreArgs(restore_type=np.ndarray)
+      return self._ocp.ArrayRestoreArgs(
+        sharding=x.sharding, global_shape=x.shape
+      )
+
+    tree = {"params": abstract}
+    args = self._ocp.args.PyTreeRestore(
+      item=tree,
+      restore_args=jax.tree.map(restore_args, tree),
+      partial_restore=True,
+    )
+    # Not the manager: it reads an item in one way only, here as a whole.
+    handler = self._ocp.PyTreeCheckpointHandler()
+    with self._ocp.Checkpointer(handler) as reader:
+      item = self._folder / str(step) / _item(name)
+      return reader.restore(item, args=args)["params"]
 
   def _read(
     self, step: int, abstract: Mapping[str, TrainState]
@@ -292,6 +343,97 @@ def _item(policy: str) -> str:
 def _brief(error: Exception) -> str:
   text = " ".join(str(error).split())
   return f"{type(error).__name__}: {text[:300]}"
+
+
+# -- the policies of another run -----------------------------------------------
+
+
+class SavedPolicy:
+  """A trained policy as a run's checkpoints hold it.
+
+  Args:
+    workdir: of the run.
+    policy: its name there.
+    step: a number, "best", or "" for the newest.
+
+  Raises:
+    ValueError: there is no such run or policy in it, and which there are.
+  """
+
+  def __init__(self, workdir: str | pathlib.Path, policy: str, step: str = ""):
+    self._checkpoints = Checkpoints(
+      pathlib.Path(workdir).expanduser(), read_only=True
+    )
+    self._step = step
+    self.workdir, self.policy = workdir, policy
+    run = self._checkpoints.run()
+    if run is None:
+      raise ValueError(
+        f"{workdir}: holds no checkpoint; name the --workdir of a run that has "
+        "saved one"
+      )
+    policies = run.config["policies"]
+    trained = [n for n, p in sorted(policies.items()) if not p["frozen"]]
+    if policy in policies and policy not in trained:
+      raise ValueError(
+        f"{workdir}: policy {policy!r} is frozen, so its weights are those of "
+        f"{policies[policy]['checkpoint']!r}; use that checkpoint itself"
+      )
+    if policy not in trained:
+      raise ValueError(
+        f"{workdir}: trains no policy {policy!r}; allowed are "
+        f"{', '.join(trained)}"
+      )
+    # Neither ever changes on resume, so those of any step do.
+    self.checkpoint: str = policies[policy]["checkpoint"]
+    self.digest: str = run.extra["folders"][policy]
+    self._newest = run.step
+
+  @classmethod
+  def parse(cls, name: str) -> "SavedPolicy":
+    """ "run:WORKDIR/POLICY" or "run:WORKDIR/POLICY@STEP"."""
+    workdir, _, last = name.removeprefix("run:").rpartition("/")
+    policy, at, step = last.partition("@")
+    if not workdir or not policy or bool(at) != bool(step):
+      raise ValueError(
+        f"{name}: write run:WORKDIR/POLICY, run:WORKDIR/POLICY@STEP or "
+        "run:WORKDIR/POLICY@best"
+      )
+    return cls(workdir, policy, step)
+
+  @functools.cached_property
+  def step(self) -> int:
+    """The step meant.
+
+    Raises:
+      ValueError: it is not there; names those that are.
+    """
+    return self._checkpoints.find(self._step) if self._step else self._newest
+
+  def restore(self, abstract: Any) -> Any:
+    """Its weights, as `Checkpoints.restore_params`.
+
+    Raises:
+      ValueError: they cannot be read.
+    """
+    step = self.step
+    try:
+      return self._checkpoints.restore_params(step, self.policy, abstract)
+    except Exception as e:
+      steps = ", ".join(map(str, self._checkpoints.steps()))
+      raise ValueError(
+        f"{self}: cannot be read: {_brief(e)}; name another step of {steps}"
+      ) from e
+
+  @property
+  def pinned(self) -> str:
+    """Its name with a step's number in it, as the run may go on."""
+    step = self._step if self._step.isdigit() else self.step
+    return f"run:{self.workdir}/{self.policy}@{step}"
+
+  def __str__(self) -> str:
+    name = f"run:{self.workdir}/{self.policy}"
+    return f"{name}@{self._step}" if self._step else name
 
 
 # -- what may change on resume (rule 25) ---------------------------------------

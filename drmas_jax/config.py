@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import math
 import pathlib
+import sys
 import traceback
 import types
 import typing
@@ -108,10 +109,15 @@ class Policy:
   """One LLM of the team.
 
   Attributes:
-    checkpoint: a Hugging Face folder, or "tiny:NAME" for a shipped one.
+    checkpoint: a Hugging Face folder, here, at gs://BUCKET/FOLDER or on the hub
+      ("Qwen/Qwen3-4B"), "tiny:NAME" for a shipped one, or
+      "run:WORKDIR/POLICY" for another run's, at its newest checkpoint, that
+      of a step ("..@200") or the best ("..@best").
     frozen: sampled from, never trained.
     compute_dtype: of activations; parameters and optimizer are float32.
     rollout_dtype: of the engine's weights and cache.
+    chat_template_kwargs: given to the checkpoint's chat template, such as
+      enable_thinking=False or date_string="1 Jan 2026".
     old_logprobs: "sampler" takes the engine's log-probs as the old ones (one
       update per batch), "learner" scores the batch again before the update.
     micro_batch: rows per gradient step; changes memory, not the result.
@@ -125,6 +131,7 @@ class Policy:
   compute_dtype: Literal["float32", "bfloat16"] = "float32"
   rollout_dtype: Literal["float32", "bfloat16"] = "float32"
   remat: bool = False
+  chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
   old_logprobs: Literal["sampler", "learner"] = "sampler"
   micro_batch: int = _bounded(8, low=1)
   row_buckets: tuple[int, ...] = ()
@@ -142,6 +149,12 @@ class Agent:
     role: an `Agent` value by module and name, such as "math.solver".
     template: a prompt template of that role other than its default.
     max_tokens: limit of one completion.
+    max_prompt_tokens: limit of a prompt; 0: the room that the engine's
+      max_length leaves beside max_tokens.
+    cut: what becomes of a longer prompt. "foreign" shortens what others said,
+      oldest first, and never drops the question or the newest solution; "left",
+      "middle" and "right" drop tokens there, as the reference does; "error"
+      loses the episode.
     invalid_penalty: subtracted from a turn's score if it is invalid.
     options: keyword options of the role (such as `missing_verdict`).
   """
@@ -150,6 +163,8 @@ class Agent:
   policy: str
   template: str = "default"
   max_tokens: int = _bounded(512, low=1)
+  max_prompt_tokens: int = _bounded(0, low=0)
+  cut: Literal["foreign", "left", "middle", "right", "error"] = "foreign"
   invalid_penalty: float = _bounded(0.1, low=0.0)
   sampling: Sampling = Sampling()
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -174,18 +189,36 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """A data set: a name of `datasets/`, its split and its options."""
+  """A data set: a name of `datasets/` (or the user's own module), its split
+  and its options.
 
-  name: str
-  split: str = "train"
+  Attributes:
+    name: of the module; none: the key of the entry in `sources`.
+  """
+
+  name: str | None = None
+  split: str = "test"
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Data:
-  """The task stream of training: P tasks of G episodes a step."""
+class TrainSource(Source):
+  """A part of the training mixture.
 
-  source: Source
+  Attributes:
+    weight: share of the stream, relative to the other sources' weights.
+  """
+
+  split: str = "train"
+  weight: float = _bounded(1.0, above=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """The task stream of training: P tasks of G episodes a step, from one
+  source or a mixture of several."""
+
+  sources: dict[str, TrainSource]
   num_tasks: int = _bounded(16, low=1)
   group_size: int = _bounded(8, low=1)
 
@@ -223,20 +256,28 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
-  """Held-out evaluation: k episodes of each of the first `num_tasks` tasks.
+  """Held-out evaluation: k episodes of each of a set's first `num_tasks` tasks.
+
+  "Final" are the evaluations before the first and after the last step, and
+  that of `--mode=eval`.
 
   Attributes:
+    sources: the sets; empty: the "test" splits of the training sources.
     every: steps between evaluations during training; 0 for none. Before the
       first and after the last step there is always one, unless num_tasks is 0.
-    final_num_tasks: tasks of the evaluations before and after; 0 for the same.
+    num_tasks: of each set, or all of a set that has fewer.
+    final_num_tasks: the same for the final evaluations; 0: as `num_tasks`.
+    k: episodes of a task.
+    final_k: the same for the final evaluations; 0: as `k`.
     sampling: one for all agents; none: each agent's own.
   """
 
-  source: Source | None = None
+  sources: dict[str, Source] = dataclasses.field(default_factory=dict)
   every: int = _bounded(10, low=0)
   num_tasks: int = _bounded(64, low=0)
   final_num_tasks: int = _bounded(0, low=0)
   k: int = _bounded(8, low=1)
+  final_k: int = _bounded(0, low=0)
   sampling: Sampling | None = None
 
 
@@ -300,7 +341,7 @@ class Logging:
 
 @dataclasses.dataclass(frozen=True)
 class Sft:
-  """`--mode=sft`: cross-entropy on the demonstrations of `data.source`.
+  """`--mode=sft`: cross-entropy on the demonstrations of `data.sources`.
 
   Attributes:
     steps: of every trained policy.
@@ -308,7 +349,7 @@ class Sft:
     learning_rate: peak of the rate, which falls to a tenth by a cosine.
     warmup_steps: linear rise before.
     from_scratch: start from random weights in the checkpoint's shape.
-    options: keyword options of the data set's `demonstrations`.
+    options: keyword options of the data sets' `demonstrations`.
   """
 
   steps: int = _bounded(500, low=1)
@@ -346,6 +387,14 @@ class Config:
   @property
   def trained(self) -> tuple[str, ...]:
     return tuple(n for n, p in sorted(self.policies.items()) if not p.frozen)
+
+  @property
+  def held_out(self) -> dict[str, Source]:
+    """`eval.sources`, or the test splits of the training sources."""
+    return self.eval.sources or {
+      key: Source(source.name, "test", source.options)
+      for key, source in self.data.sources.items()
+    }
 
   def agents_of(self, policy: str) -> tuple[str, ...]:
     return tuple(n for n in self.agent_names if self.agents[n].policy == policy)
@@ -424,6 +473,9 @@ def _load_file(path: str | pathlib.Path) -> dict[str, Any]:
   module = importlib.util.module_from_spec(spec)
   try:
     _check_twice(path)
+    # As for a script: it may import what lies beside it.
+    if (folder := str(path.resolve().parent)) not in sys.path:
+      sys.path.insert(0, folder)
     spec.loader.exec_module(module)
     raw = _plain(module.get_config())
   except ConfigError:
@@ -498,6 +550,11 @@ def _build(cls: type, raw: Any, path: str, faults: list[str]) -> Any:
       faults.append(f"{here}: missing; add {_describe(hints[field.name])}")
       values[field.name] = None
   return cls(**values)
+
+
+def named(key: str, source: Source) -> Source:
+  """The source with the name of its module filled in."""
+  return dataclasses.replace(source, name=source.name or key)
 
 
 def _required(field: dataclasses.Field) -> bool:
@@ -686,6 +743,14 @@ def _check_mode(config: Config, mode: Mode) -> list[str]:
     faults.append(
       "eval.final_num_tasks: has no effect with eval.num_tasks=0; remove it"
     )
+  for key in ("num_tasks", "k"):
+    always, final = (getattr(config.eval, n) for n in (key, f"final_{key}"))
+    if mode == "train" and 0 < final < always:
+      faults.append(
+        f"eval.final_{key}: {final} is less than eval.{key}={always}, so that "
+        "the last step could not be compared with the others; raise it, or "
+        "write 0 for the same"
+      )
   return faults
 
 
@@ -716,6 +781,7 @@ def _check_agent(
       f"{agent.sampling.top_p:g} would train on tokens drawn from another "
       "distribution than the loss has; write 0 and 1 (eval.sampling is free)"
     )
+  faults += _check_prompt(path, agent, policy.engine)
   try:
     role = load_role(agent.role)
   except ConfigError as e:
@@ -726,6 +792,25 @@ def _check_agent(
       f"allowed are {', '.join(role.templates)}; rename it"
     )
   return faults + _check_options(f"{path}.options", role.parse, agent.options)
+
+
+def prompt_room(agent: Agent, engine: Engine) -> int:
+  """The most tokens that an engine takes as a prompt of an agent."""
+  room = engine.max_length - agent.max_tokens
+  return min([room, *engine.prefill_buckets[-1:]])
+
+
+def _check_prompt(path: str, agent: Agent, engine: Engine) -> list[str]:
+  """A limit that could never be reached."""
+  room = prompt_room(agent, engine)
+  if not agent.max_prompt_tokens > room > 0:
+    return []
+  return [
+    f"{path}.max_prompt_tokens: {agent.max_prompt_tokens} is more than the "
+    f"{room} that max_tokens={agent.max_tokens}, engine.max_length="
+    f"{engine.max_length} and engine.prefill_buckets leave; write at most "
+    "that, or raise engine.max_length"
+  ]
 
 
 def _check_policy(path: str, policy: Policy) -> list[str]:
@@ -799,14 +884,25 @@ def _check_tables(config: Config) -> list[str]:
 
 def _check_parts(config: Config, mode: Mode) -> list[str]:
   """Orchestra, environment and data sets: names and options."""
-  source, faults = config.data.source, []
+  faults = []
   parts = [
     ("orchestra", "orchestras", "run", config.orchestra),
     ("environment", "environments", "make", config.environment),
-    ("data.source", "datasets", "make", source),
   ]
-  if config.eval.source is not None:
-    parts.append(("eval.source", "datasets", "make", config.eval.source))
+  for group in ("data", "eval"):
+    sources = getattr(config, group).sources
+    parts += [
+      (f"{group}.sources.{key}", "datasets", "make", named(key, source))
+      for key, source in sources.items()
+    ]
+    faults += [
+      f"{group}.sources: {key!r} is not allowed as a key; it becomes part of "
+      "metric and file names: write letters, digits and _"
+      for key in sources
+      if not key.isidentifier() or key == "macro"  # the mean over sets
+    ]
+  if not config.data.sources:
+    faults.append("data.sources: empty; add an entry, such as gsm8k=dict(..)")
   for path, kind, name, part in parts:
     try:
       function = _function(kind, part.name, name)
@@ -815,17 +911,26 @@ def _check_parts(config: Config, mode: Mode) -> list[str]:
     except ConfigError as e:
       faults.append(f"{path}.name: {e}")
   if mode == "sft" and not faults:
-    try:
-      function = _function("datasets", source.name, "demonstrations")
-      faults += _check_options("sft.options", function, config.sft.options)
-    except ConfigError as e:
-      faults.append(f"data.source.name: {e}, as --mode=sft needs it")
+    faults += _check_demonstrations(config)
   if not faults:
     try:
       roles = _function("orchestras", config.orchestra.name, "ROLES")
       faults += _check_roles(roles, config)
     except ConfigError as e:
       faults.append(f"orchestra.name: {e}")
+  return faults
+
+
+def _check_demonstrations(config: Config) -> list[str]:
+  faults = []
+  for key, source in config.data.sources.items():
+    try:
+      function = _function(
+        "datasets", named(key, source).name, "demonstrations"
+      )
+      faults += _check_options("sft.options", function, config.sft.options)
+    except ConfigError as e:
+      faults.append(f"data.sources.{key}.name: {e}, as --mode=sft needs it")
   return faults
 
 
@@ -940,12 +1045,16 @@ def table_names(module: str, table: str) -> tuple[str, ...]:
   raise AssertionError(f"{module}.py has no table {table}")
 
 
-def load_module(kind: str, name: str) -> types.ModuleType:
+def load_module(kind: str, name: str) -> Any:
   """`drmas_jax.<kind>.<name>`, or a module of the user's own by dotted name.
+
+  A row of `datasets.public.SETS` stands for a module: it has the same `make`.
 
   Raises:
     ConfigError: where there is neither; it lists those there are.
   """
+  if name in (rows := _rows(kind)):
+    return rows[name]
   target = name if "." in name else f"{__package__}.{kind}.{name}"
   if not all(part.isidentifier() for part in target.split(".")):
     raise ConfigError(_not_found(kind, name))
@@ -957,13 +1066,18 @@ def load_module(kind: str, name: str) -> types.ModuleType:
     raise ConfigError(_not_found(kind, name)) from e
 
 
+def _rows(kind: str) -> Mapping[str, Any]:
+  """What a table of the folder holds, where files would all be alike."""
+  if kind != "datasets":
+    return {}
+  return importlib.import_module(f"{__package__}.datasets.public").SETS
+
+
 def _not_found(kind: str, name: str) -> str:
   folder = pathlib.Path(__file__).parent / kind
-  known = sorted(
-    p.stem
-    for p in folder.glob("*.py")
-    if not p.stem.startswith("_") and p.stem != kind.removesuffix("s")
-  )
+  files = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")}
+  files -= {kind.removesuffix("s"), "public"}  # what the others share
+  known = sorted(files | set(_rows(kind)))
   return (
     f"{name!r} not found; allowed are {', '.join(known)}, or a module of your "
     "own that Python can import, such as 'my_pkg.my_module'"

@@ -15,7 +15,6 @@ a kill at any moment leaves a run that continues bit for bit.
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import resource
@@ -35,8 +34,10 @@ from drmas_jax import (
   data,
   evaluate,
   hosts,
+  manifest,
   metrics,
   placement,
+  records,
   rewards,
   rollout,
   sampling,
@@ -44,18 +45,37 @@ from drmas_jax import (
   writers,
 )
 from drmas_jax import config as config_lib
-from drmas_jax.backbone import Backbone, checkpoint_folder
+from drmas_jax.backbone import (
+  Backbone,
+  checkpoint_folder,
+  checkpoint_sizes,
+  pinned,
+)
+from drmas_jax.evaluate import Evaluation, Summary
 from drmas_jax.models import weights
 from drmas_jax.rollout import Stopped
-from drmas_jax.types import Group, RunError
+from drmas_jax.types import Group, RunError, Task
 
 _GRACE_S = 30.0  # a step may go on for this long after SIGTERM
+_FIRST = 5  # batches that a process plays before it wonders at no reward
 
 
 class Stop:
-  """SIGINT and SIGTERM as a wish; a second one ends the process at once."""
+  """SIGINT and SIGTERM as a wish; a second one ends the process at once.
 
-  def __init__(self):
+  Args:
+    grace_s: what is under way may go on for so long; none: as a step may.
+    says: what becomes of it.
+  """
+
+  def __init__(
+    self,
+    grace_s: float | None = None,
+    says: str = "the step is finished (or given up after {grace_s:.0f} s), "
+    "then the run is saved",
+  ):
+    self._grace_s = _GRACE_S if grace_s is None else grace_s
+    self._says = says.format(grace_s=self._grace_s)
     self.signal = 0
     self._since = 0.0
     self._before = {
@@ -70,14 +90,13 @@ class Stop:
     # Not print: the signal may have come in the middle of one.
     os.write(
       2,
-      f"drmas_jax: {signal.Signals(number).name}: the step is finished (or "
-      f"given up after {_GRACE_S:.0f} s), then the run is saved; once more "
-      "to end at once\n".encode(),
+      f"drmas_jax: {signal.Signals(number).name}: {self._says}; once more to "
+      "end at once\n".encode(),
     )
 
   def check(self) -> None:
     """Called within a step."""
-    if self.signal and time.monotonic() - self._since > _GRACE_S:
+    if self.signal and time.monotonic() - self._since > self._grace_s:
       raise Stopped
 
   @property
@@ -95,6 +114,8 @@ def main(
   *,
   mode: str = "train",
   allow_change: Sequence[str] = (),
+  step: str = "",
+  fresh: bool = False,
   processes: tuple[str | None, int | None, int | None] = (None, None, None),
   start: float | None = None,
 ) -> int:
@@ -105,42 +126,70 @@ def main(
     workdir: of the run; one that holds a checkpoint is resumed.
     mode: "train", "eval" or "sft".
     allow_change: keys that may differ from the checkpoint's config.
+    step: the checkpoint that "eval" is of, or "best"; "": the newest.
+    fresh: "eval" forgets what it has played before.
     processes: coordinator address, number, id; see `hosts.initialize`.
     start: of the process, on the clock of `time.monotonic`.
   """
   start = time.monotonic() if start is None else start
   hosts.initialize(*processes, timeout_s=config.placement.timeout_s)
+  config = _pinned(config)
+  if mode == "eval":
+    return _evaluate(config, workdir, step, fresh)
   backbones = _build(config)
   if mode == "sft":
     return _sft(config, backbones, workdir)
   stop = Stop()
   try:
-    training = Training(config, backbones, workdir, stop, start, mode)
+    training = Training(config, backbones, workdir, stop, start)
     training.restore(allow_change)
-    return _report(training) if mode == "eval" else training.run()
+    return training.run()
   finally:
     stop.close()
 
 
-def _build(config: config_lib.Config) -> dict[str, Backbone]:
-  """Plans the devices and builds every backbone, without weights."""
-  folders, models = {}, {}
+def _pinned(config: config_lib.Config) -> config_lib.Config:
+  """With the step in the name of each policy that is from another run, which
+  may go on: all hosts mean the same one, and so does this run on a resume."""
+  names = {}
   for name, policy in sorted(config.policies.items()):
     with _blaming(f"policies.{name}.checkpoint={policy.checkpoint!r}"):
-      folders[name] = checkpoint_folder(policy.checkpoint)
-      models[name] = weights.read_config(folders[name])
+      names[name] = pinned(policy.checkpoint)
+  names = hosts.agree("checkpoints", names)[0]
+  policies = {
+    name: dataclasses.replace(policy, checkpoint=names[name])
+    for name, policy in config.policies.items()
+  }
+  return dataclasses.replace(config, policies=policies)
+
+
+def _build(config: config_lib.Config) -> dict[str, Backbone]:
+  """Plans the devices and builds every backbone, without weights.
+
+  Nothing large is fetched for a plan that does not fit.
+  """
+  names = {n: p.checkpoint for n, p in sorted(config.policies.items())}
+  folders, models, backbones = {}, {}, {}
+  for name, path in names.items():
+    with _blaming(f"policies.{name}.checkpoint={path!r}"):
+      models[name] = checkpoint_sizes(path)
   plan = placement.plan(config, models)
   _say(
-    f"{placement.describe(plan)}; {', '.join(models)} from "
-    f"{', '.join(config.policies[n].checkpoint for n in models)}"
+    f"{placement.describe(plan)}; {', '.join(names)} from "
+    f"{', '.join(names.values())}"
   )
-  backbones = {}
-  for name, model in models.items():
-    path = config.policies[name].checkpoint
+  for name, path in names.items():
+    with _blaming(f"policies.{name}.checkpoint={path!r}"):
+      folders[name] = checkpoint_folder(path)
+      models[name] = weights.read_config(folders[name])
+  plan = placement.plan(config, models)  # what is there decides
+  for name, path in names.items():
     with _blaming(f"policies.{name}.checkpoint={path!r}"):
       backbones[name] = Backbone(
-        name, config, plan.slices[name], model, folders[name]
+        name, config, plan.slices[name], models[name], folders[name]
       )
+    stops = backbones[name].tokenizer.stop_ids
+    _say(f"{name}'s completions end at the ids {', '.join(map(str, stops))}")
   return backbones
 
 
@@ -161,17 +210,63 @@ def _say(text: str) -> None:
     print(f"drmas_jax: {text}", file=sys.stderr, flush=True)
 
 
-def _source(config_source: config_lib.Source) -> Any:
-  module = config_lib.load_module("datasets", config_source.name)
-  with _blaming(f"data source {config_source.name!r}"):
-    return module.make(config_source.split, **config_source.options)
+def _source(key: str, source: config_lib.Source) -> Any:
+  source = config_lib.named(key, source)
+  module = config_lib.load_module("datasets", source.name)
+  with _blaming(f"data source {key!r}"):
+    return module.make(source.split, **source.options)
 
 
-def _held_out_source(config: config_lib.Config) -> config_lib.Source:
-  """`eval.source`, or the test split of the training source."""
-  if config.eval.source is not None:
-    return config.eval.source
-  return dataclasses.replace(config.data.source, split="test")
+def _stream(config: config_lib.Config) -> data.Stream:
+  """The training tasks."""
+  sources = config.data.sources
+  with _blaming("data.sources"):
+    return data.Stream(
+      {key: _source(key, source) for key, source in sources.items()},
+      config.seed,
+      {key: source.weight for key, source in sources.items()},
+    )
+
+
+def _held_out(
+  config: config_lib.Config,
+) -> tuple[dict[str, list[Task]], dict[str, str]]:
+  """The first tasks of each held-out set, no more than are ever played; and
+  the sets' fingerprints."""
+  most = max(evaluate.extent(config.eval, final)[0] for final in (False, True))
+  sources = {k: _source(k, s) for k, s in config.held_out.items()}
+  tasks = {k: data.held_out(k, s, most) for k, s in sources.items()}
+  return tasks, {f"eval/{k}": s.fingerprint for k, s in sources.items()}
+
+
+def _rollout(
+  config: config_lib.Config, backbones: Mapping[str, Backbone], stop: Stop
+) -> rollout.Rollout:
+  with _blaming("environment.options"):
+    team = rollout.Team(config)
+  return rollout.Rollout(
+    team,
+    {n: b.sampler for n, b in backbones.items()},
+    config,
+    heartbeat=stop.check,
+  )
+
+
+def _manifest(
+  config: config_lib.Config, fingerprints: Mapping[str, str]
+) -> dict[str, Any]:
+  """What this process is made of; for the workdir and for results."""
+  device = jax.devices()[0]
+  return manifest.collect(
+    config,
+    data=fingerprints,
+    devices={
+      "platform": device.platform,
+      "kind": device.device_kind,
+      "count": jax.device_count(),
+      "processes": jax.process_count(),
+    },
+  )
 
 
 class Training:
@@ -184,27 +279,15 @@ class Training:
     workdir: pathlib.Path,
     stop: Stop,
     start: float,
-    mode: str,
   ):
     self.config, self.backbones, self.workdir = config, backbones, workdir
-    self.stop, self.mode = stop, mode
-    with _blaming("data.source"):
-      self.stream = data.Stream(_source(config.data.source), config.seed)
-    self.held_out = data.held_out(
-      _source(_held_out_source(config)),
-      max(config.eval.num_tasks, config.eval.final_num_tasks),
-    )
-    with _blaming("environment.options"):
-      team = rollout.Team(config)
-    self.rollout = rollout.Rollout(
-      team,
-      {n: b.sampler for n, b in backbones.items()},
-      config,
-      heartbeat=stop.check,
-    )
-    self.checkpoints = checkpoint.Checkpoints(
-      workdir, config.checkpoint.keep, read_only=mode == "eval"
-    )
+    self.stop = stop
+    self.stream = _stream(config)
+    self.held_out, self.fingerprints = _held_out(config)
+    for key, source in self.stream.sources.items():
+      self.fingerprints[f"train/{key}"] = source.fingerprint
+    self.rollout = _rollout(config, backbones, stop)
+    self.checkpoints = checkpoint.Checkpoints(workdir, config.checkpoint.keep)
     self.penalties = {n: a.invalid_penalty for n, a in config.agents.items()}
     self.keys = {
       p: sampling.root_key(config.seed, p) for p in ("train", "eval")
@@ -213,7 +296,7 @@ class Training:
     self.step_done = 0
     self.cursor = 0
     self.score: float | None = None  # held-out, of the step done
-    self.before: dict[str, metrics.Interval] = {}
+    self.before: Summary = {}
     self.deterministic = True
     self.totals = dict.fromkeys(
       ("seconds", "cpu_seconds", "tokens", "rollout_s"), 0.0
@@ -223,6 +306,7 @@ class Training:
     self.start = start
     self.first_step_s: float | None = None
     self.eval_s = 0.0
+    self.rewarded: list[float] = []  # episodes with a reward, by batch
     self._earlier = dict(self.totals)
     self.writer: Any = writers.Writer()  # of nothing, unless training
 
@@ -247,14 +331,17 @@ class Training:
     self._finish(after)
     return 0
 
-  def _follow_up(self) -> dict[str, metrics.Interval]:
+  def _follow_up(self) -> Summary:
     """What is due after the step done, unless it was before a resume."""
-    result: dict[str, metrics.Interval] = {}
+    result: Summary = {}
     step, every = self.step_done, self.config.eval.every
     last = step == self.config.steps
     if last or (self.score is None and every and step and step % every == 0):
       evaluation = self.evaluate(final=last)
-      self.score = evaluation.score(self.config.eval.num_tasks)
+      # What a final one has more of, in tasks or episodes, is left out: scores
+      # are compared with each other.
+      always = evaluate.extent(self.config.eval, final=False)
+      self.score = evaluation.first(*always).score
       result = evaluation.summary()
     self.writer.flush()
     if last or (step and step % self.config.checkpoint.every == 0):
@@ -400,6 +487,9 @@ class Training:
     )
     if found["wall_clock_faults/team"]:
       self.deterministic = False
+    self.rewarded.append(found["episodes_rewarded/team"])
+    if len(self.rewarded) == _FIRST and not any(self.rewarded):
+      _say(_no_reward(self.config, found))
     self.totals["tokens"] += found["rollout/tokens"]
     self.totals["rollout_s"] += rollout_s
     if self.first_step_s is None:
@@ -431,22 +521,22 @@ class Training:
 
   # -- evaluation --
 
-  def evaluate(self, final: bool = False) -> evaluate.Evaluation:
-    """On the held-out tasks, written as metrics of the step done."""
-    began = time.monotonic()
-    num = self.config.eval.num_tasks
-    if final and num:
-      num = self.config.eval.final_num_tasks or num
-    result = evaluate.run(
-      self.rollout, self.held_out[:num], self.config, self.keys["eval"]
-    )
-    if not num:  # no evaluations are asked for
+  def evaluate(self, final: bool = False) -> Evaluation:
+    """On the held-out sets, written as metrics of the step done."""
+    num, k = evaluate.extent(self.config.eval, final)
+    sets = {name: tasks[:num] for name, tasks in self.held_out.items() if num}
+    result = evaluate.run(self.rollout, sets, self.config, self.keys["eval"], k)
+    if not sets:  # no evaluations are asked for
       return result
-    if result.scalars["wall_clock_faults/team"]:
+    if result.num_clocked:
       self.deterministic = False
+    self.eval_s += result.seconds
     found = result.metrics()
-    found["time/eval_s"] = time.monotonic() - began
-    self.eval_s += found["time/eval_s"]
+    if final:  # a curve is of the same tasks and episodes at every step
+      always = evaluate.extent(self.config.eval, final=False)
+      found |= result.first(*always).metrics()
+      self._write_results(result)
+    found["time/eval_s"] = result.seconds
     self.writer.write_scalars(self.step_done, found)
     if self.step_done == 0:
       self.writer.flush()
@@ -478,8 +568,6 @@ class Training:
     """The newest checkpoint of the workdir, or the checkpoint folders."""
     run = self.checkpoints.run()
     self._check_resume(run, allow_change)
-    if run is None and self.mode == "eval":
-      _say(f"no checkpoint in {self.workdir}: the policies as they come")
     for name, backbone in self.backbones.items():
       if run is None or name not in self.config.trained:
         with _blaming(f"policies.{name}.checkpoint"):
@@ -501,11 +589,10 @@ class Training:
     self._earlier = dict(self.totals)
     for backbone in self.backbones.values():
       backbone.resume()
-    if self.mode == "train":
-      try:
-        self._open_writer(run)
-      except OSError as e:
-        raise config_lib.ConfigError(f"--workdir={self.workdir}: {e}") from e
+    try:
+      self._open_writer(run)
+    except OSError as e:
+      raise config_lib.ConfigError(f"--workdir={self.workdir}: {e}") from e
 
   def _check_resume(
     self, run: checkpoint.Run | None, allow_change: Sequence[str]
@@ -513,8 +600,6 @@ class Training:
     if run is None:
       return
     _check_folders(run, self.backbones)
-    if self.mode != "train":
-      return
     changes = checkpoint.compare_config(
       run.config, config_lib.to_dict(self.config), allow_change
     )
@@ -538,9 +623,28 @@ class Training:
     )
     self.writer.write_json("config.json", config_lib.to_dict(self.config))
     self.writer.write_json("changes.json", self.changes)
+    if self.writer.primary:
+      records.cut_after(self.workdir, self.step_done)
+      manifest.record(self.workdir, self._manifest(), self.step_done)
     if run is None:
       self.writer.write_hparams(
         config_lib.flatten(config_lib.to_dict(self.config))
+      )
+
+  def _manifest(self) -> dict[str, Any]:
+    return _manifest(self.config, self.fingerprints)
+
+  def _write_results(self, result: Evaluation) -> None:
+    if self.writer.primary:
+      folder = records.folder(self.workdir, self.step_done)
+      origins = {
+        name: policy.checkpoint
+        if policy.frozen or not self.step_done
+        else f"checkpoint {self.step_done}"
+        for name, policy in self.config.policies.items()
+      }
+      evaluate.write(
+        folder, result, self.config, self.step_done, origins, self._manifest()
       )
 
   def _used(self) -> dict[str, float]:
@@ -560,7 +664,7 @@ class Training:
     )
     return self.stop.exit_code
 
-  def _finish(self, after: dict[str, metrics.Interval]) -> None:
+  def _finish(self, after: Summary) -> None:
     """Summary, figure and table."""
     self.checkpoints.wait()
     self.totals |= self._used()
@@ -586,7 +690,8 @@ class Training:
     self.close()
     if self.writer.primary:
       if after:
-        print(writers.table(self.before, after))
+        tables = map(evaluate.rows, (self.before, after))
+        print(writers.table(*tables))
       print(f"{self.workdir}: summary.json, report.png, checkpoints/")
 
   def close(self) -> None:
@@ -595,42 +700,100 @@ class Training:
     self.checkpoints.close()
 
 
-def evaluate_workdir(
-  config: config_lib.Config, workdir: pathlib.Path
-) -> evaluate.Evaluation:
-  """The newest checkpoint of a workdir, or the policies as they come, on the
-  held-out tasks; writes nothing."""
-  stop = Stop()
-  training = Training(
-    config, _build(config), workdir, stop, time.monotonic(), "eval"
-  )
-  try:
-    training.restore(())
-    return training.evaluate(final=True)
-  finally:
-    training.close()
-    stop.close()
-
-
-def _report(training: Training) -> int:
-  """`--mode=eval`: prints the evaluation, and writes it as eval.json."""
-  try:
-    result = training.evaluate(final=True)
-  except Stopped:
-    training.close()
-    return training.stop.exit_code
-  summary = {
-    "step": training.step_done,
-    "num_tasks": len(result.success),
-    "result": result.summary(),
-    "metrics": result.metrics(),
+def _evaluate(
+  config: config_lib.Config, workdir: pathlib.Path, step: str, fresh: bool
+) -> int:
+  """`--mode=eval`: a checkpoint of the workdir, or the policies as they come
+  where it has none, on the held-out sets; leaves <workdir>/eval/step_<N>."""
+  # Nothing is trained, so nothing of an optimizer is planned or loaded.
+  frozen = {
+    name: dataclasses.replace(policy, frozen=True)
+    for name, policy in config.policies.items()
   }
+  backbones = _build(dataclasses.replace(config, policies=frozen))
+  tasks, fingerprints = _held_out(config)
+  stop = Stop(0.0, "the evaluation ends here, and what it has played is kept")
+  player = _rollout(config, backbones, stop)
+  try:
+    done, origins = _restore_params(config, backbones, workdir, step)
+    about = _manifest(config, fingerprints)
+    num, k = evaluate.extent(config.eval, final=True)
+    grouped = k if player.team.environment.scores_groups else 0
+    known = {
+      name: (placement.checksum(backbone.params), backbone.digest)
+      for name, backbone in backbones.items()
+    }
+    identity = records.identity(config, known, about, grouped)
+    folder = records.folder(workdir, done)
+    with records.Store(folder, identity, fresh) as store:
+      for backbone in backbones.values():
+        backbone.resume()
+      key = sampling.root_key(config.seed, "eval")
+      sets = {name: of[:num] for name, of in tasks.items()}
+      result = evaluate.run(player, sets, config, key, k, store)
+  except Stopped:
+    _say(f"{folder}: the same command goes on from there")
+    return stop.exit_code
+  finally:
+    player.close()
+    stop.close()
   if jax.process_index() == 0:
-    training.workdir.mkdir(parents=True, exist_ok=True)
-    writers.write_json(training.workdir / "eval.json", summary)
-    print(json.dumps(summary, indent=2))
-  training.close()
+    print(evaluate.write(folder, result, config, done, origins, about))
+    manifest.write_patches(folder)
+    print(f"{folder}: results.md, results.json, episodes.jsonl")
   return 0
+
+
+def _restore_params(
+  config: config_lib.Config,
+  backbones: Mapping[str, Backbone],
+  workdir: pathlib.Path,
+  step: str,
+) -> tuple[int, dict[str, str]]:
+  """Weights for an evaluation: (step, {policy: where its weights are from})."""
+  checkpoints = checkpoint.Checkpoints(workdir, read_only=True)
+  with _blaming("--step"):
+    run = checkpoints.run(checkpoints.find(step) if step else None)
+  done = hosts.agree("step", {"step": run.step if run else 0})[0]["step"]
+  if run is None:
+    _say(f"no checkpoint in {workdir}: the policies as they come")
+  else:
+    _say(f"evaluates step {done} of {workdir}")
+    _check_folders(run, backbones)
+  origins = {}
+  for name, backbone in backbones.items():
+    policy = config.policies[name]
+    with _blaming(f"policies.{name}.checkpoint={policy.checkpoint!r}"):
+      if run is None or policy.frozen:
+        backbone.load()
+        origins[name] = policy.checkpoint
+        continue
+      saved = checkpoint.SavedPolicy(workdir, name, str(done))
+      backbone.params = saved.restore(backbone.abstract_state().params)
+    backbone.updates = run.versions[name]
+    origins[name] = f"checkpoint {done}"
+  return done, origins
+
+
+def _no_reward(config: config_lib.Config, found: Mapping[str, float]) -> str:
+  """What to look at when nobody was ever right."""
+  cut, valid = (
+    ", ".join(
+      f"{agent} {found[f'{what}/{agent}']:.0%}"
+      for agent in config.agent_names
+      if f"{what}/{agent}" in found
+    )
+    for what in ("truncated", "valid")
+  )
+  return (
+    f"WARNING: every reward of the first {_FIRST} batches is 0, and from equal "
+    "rewards nothing is learned. Likely causes: answers in a form that the "
+    f"environment {config.environment.name!r} does not read, or golds that are "
+    "(see transcripts/); completions cut before the answer (cut in the last "
+    f"batch: {cut}; raise agents.*.max_tokens); a prompt or chat template that "
+    f"the model does not follow (valid turns: {valid}); tasks that are too "
+    "hard for it"
+  )
 
 
 def _check_folders(
@@ -672,7 +835,18 @@ def _sft(
     writer.write_scalars(step, found)
     writer.flush()
 
-  sft.train(config, backbones, _source(config.data.source), workdir, report)
+  stop = Stop()
+  try:
+    written = sft.train(
+      config,
+      backbones,
+      _stream(config),
+      workdir,
+      report,
+      lambda: stop.signal > 0,
+    )
+  finally:
+    stop.close()
   writer.close()
-  print(f"{workdir}/policies: {', '.join(config.trained)}")
-  return 0
+  print(f"{workdir}/policies: {', '.join(written)}")
+  return stop.exit_code if stop.signal else 0

@@ -2,6 +2,7 @@
 
     python -m drmas_jax.main --config configs/math_tiny.py
         [--workdir DIR] [--mode train|eval|sft] [--config.a.b=value ..]
+        [--step N|best] [--fresh]  (with --mode=eval)
 
 Exit codes: 0 done; 2 the config, the checkpoint or the plan is wrong (one
 message, before any device work where possible); 3 the run cannot go on; 130
@@ -45,6 +46,16 @@ def _parser() -> argparse.ArgumentParser:
     default=[],
     metavar="KEY",
     help="a config key that may differ from the checkpoint's on resume",
+  )
+  parser.add_argument(
+    "--step",
+    default="",
+    help="--mode=eval: the checkpoint, a number or 'best'; default: the newest",
+  )
+  parser.add_argument(
+    "--fresh",
+    action="store_true",
+    help="--mode=eval: forget what an earlier evaluation played",
   )
   hosts = parser.add_argument_group("several processes")
   hosts.add_argument(
@@ -98,6 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   args, extra = _parser().parse_known_args(argv)
   try:
     config = config_lib.read(args.config, _overrides(extra), args.mode)
+    if args.mode != "eval" and (args.step or args.fresh):
+      flag = "--step" if args.step else "--fresh"
+      raise config_lib.ConfigError(
+        f"{flag}: has no effect with --mode={args.mode}; remove it, or use "
+        "--mode=eval"
+      )
     workdir = args.workdir or _default_workdir(args.config, args.mode)
     if "://" in workdir:
       raise config_lib.ConfigError(
@@ -113,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       pathlib.Path(workdir),
       mode=args.mode,
       allow_change=args.allow_change,
+      step=args.step,
+      fresh=args.fresh,
       processes=(args.coordinator_address, args.num_processes, args.process_id),
       start=_START,
     )

@@ -11,7 +11,7 @@ episodes where one did, and any such episode makes a run non-deterministic.
 
 import collections
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,8 @@ def rollout(
 def episodes(groups: Sequence[Group]) -> dict[str, float]:
   """Of the team: rewards of ok episodes, and the faults of the others.
 
-  With a reward per agent, the team's is their mean.
+  With a reward per agent, the team's is their mean. `episodes_rewarded` counts
+  those where some reward, of the team, an agent or a turn, is not 0.
   """
   everything = [e for g in groups for e in g.episodes]
   played = [e for e in everything if rewards.ok(e)]
@@ -63,13 +64,20 @@ def episodes(groups: Sequence[Group]) -> dict[str, float]:
   found = {
     "episodes/team": len(everything),
     "episodes_failed/team": len(failed),
-    "wall_clock_faults/team": sum(map(_clocked, everything)),
+    "episodes_rewarded/team": sum(map(_rewarded, played)),
+    "wall_clock_faults/team": sum(map(clocked, everything)),
   }
   kinds = collections.Counter(e.fault.kind for e in failed if e.fault)
   found |= {f"episodes_failed_{kind}/team": n for kind, n in kinds.items()}
   found |= _mean("reward/team", [_team_reward(e) for e in played])
   found |= _mean("success/team", [e.outcome.won for e in played])
   return _floats(found)
+
+
+def clocked(episode: Episode) -> bool:
+  """Whether a clock decided something in it."""
+  faults = [episode.fault, *(t.fault for t in episode.turns)]
+  return any(f is not None and f.wall_clock for f in faults)
 
 
 def turns(own: Sequence[Turn]) -> dict[str, float]:
@@ -86,6 +94,8 @@ def turns(own: Sequence[Turn]) -> dict[str, float]:
     for name, value in (turn.reply.labels if turn.reply else {}).items():
       labels[name].append(value)
   found = {"turns": len(own), "tokens": sum(lengths)}
+  found["prompt_cut"] = sum(t.prompt_cut for t in own)
+  found["chat_splits"] = sum(t.chat_split for t in own)
   found |= _mean("completion_length", lengths)
   found |= {"completion_length_max": max(lengths)} if lengths else {}
   found |= _mean("valid", [t.valid for t in own])
@@ -193,6 +203,7 @@ def update(
 _SUMMED = (
   *("turns", "tokens", "turn_faults", "episodes", "wall_clock_faults"),
   *("kappa_groups", "singleton_groups", "zero_variance_groups", "rollout"),
+  *("prompt_cut", "chat_splits"),
 )
 
 
@@ -221,93 +232,220 @@ def merge(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 # -- evaluation: P questions, n episodes each ----------------------------------
+#
+# A score of a question is a share in [0, 1], and nan where its episodes failed
+# (rule 6): such a question is left out. Every interval is a 95 % percentile
+# bootstrap over questions; one question says nothing of others, so there the
+# interval is all that is possible.
 
 
-def avg_at_k(success: np.ndarray, ok: np.ndarray | None = None) -> Interval:
-  """Mean success with its 95 % interval over questions.
+def avg_by_question(
+  success: np.ndarray, ok: np.ndarray | None = None
+) -> np.ndarray:
+  """[P] mean success of each question's episodes that did not fail.
 
   Args:
     success: [P, n] 0 or 1.
-    ok: [P, n], False where an episode failed: it is left out (rule 6), and
-      with it a question that has no other.
-
-  Returns:
-    (mean, low, high); the interval by Student's t over the questions' means,
-    cut to [0, 1], and all of [0, 1] for a single question.
-
-  Raises:
-    ValueError: no episode is left.
+    ok: [P, n], False where an episode failed; None: all are well.
   """
-  return _interval(_by_question(success, ok, lambda n, c: c / n, 1), 0.0, 1.0)
+  kept = _kept(success, ok)
+  counts = kept.sum(axis=1)
+  sums = np.where(kept, success, 0).sum(axis=1)
+  return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def pass_at_k(
+def pass_by_question(
   success: np.ndarray, k: int, ok: np.ndarray | None = None
-) -> Interval:
-  """Chance that one of k episodes succeeds, as `avg_at_k`.
+) -> np.ndarray:
+  """[P] chance that one of k episodes succeeds; nan with fewer that are ok.
 
       1 - C(n - c, k) / C(n, k)     for c successes in n episodes
 
-  is without bias (Chen et al. 2021, arXiv 2107.03374). A question with fewer
-  than k episodes that are ok is left out.
+  is without bias (Chen et al. 2021, arXiv 2107.03374).
 
-  Raises:
-    ValueError: no question has k episodes.
+  Args:
+    success: [P, n] 0 or 1.
+    k: at most n.
+    ok: as `avg_by_question`.
   """
-
-  def estimate(n: int, c: float) -> float:
-    return 1 - math.comb(n - round(c), k) / math.comb(n, k)
-
-  return _interval(_by_question(success, ok, estimate, k), 0.0, 1.0)
-
-
-def paired_difference(
-  success: np.ndarray, other: np.ndarray, ok: np.ndarray | None = None
-) -> Interval:
-  """Mean of success - other over the same episodes, as `avg_at_k`.
-
-  Such as the team's success against that of its first solutions. The interval
-  is over questions' mean differences, so what is common to both cancels.
-  """
-  difference = np.asarray(success, float) - np.asarray(other, float)
-  return _interval(
-    _by_question(difference, ok, lambda n, c: c / n, 1), -1.0, 1.0
+  kept = _kept(success, ok)
+  wins = (kept & (np.asarray(success) > 0)).sum(axis=1)
+  return np.array(
+    [
+      1 - math.comb(int(n - c), k) / math.comb(int(n), k) if n >= k else np.nan
+      for n, c in zip(kept.sum(axis=1), wins, strict=True)
+    ],
+    float,
   )
 
 
-def _by_question(
+def maj_by_question(
+  answers: Sequence[Sequence[str | None]],
   success: np.ndarray,
-  ok: np.ndarray | None,
-  estimate: Callable[[int, float], float],
-  least: int,
+  ok: np.ndarray | None = None,
 ) -> np.ndarray:
-  """`estimate(n, sum)` of the questions with n >= `least` ok episodes."""
-  success = np.asarray(success, float)
-  kept = np.ones(success.shape, bool) if ok is None else np.asarray(ok, bool)
-  counts = kept.sum(axis=1)
-  sums = np.where(kept, success, 0).sum(axis=1)
-  values = [
-    estimate(int(n), float(total))
-    for n, total in zip(counts, sums, strict=True)
-    if n >= least
-  ]
-  if not values:
-    raise ValueError(
-      f"success: no question of {len(success)} has {least} episodes that did "
-      "not fail; allowed is at least one; see the faults of the episodes"
-    )
-  return np.array(values)
+  """[P] expected success of the answer that most episodes gave.
+
+  Answers with equally many votes are chosen with equal chance. An episode
+  without an answer votes for nothing; a question without a vote scores 0.
+
+  Args:
+    answers: [P, n] canonical answers, None where there was none.
+    success: [P, n] 0 or 1.
+    ok: as `avg_by_question`.
+  """
+  kept = _kept(success, ok)
+  return np.array(
+    [_vote(*question) for question in zip(answers, success, kept, strict=True)]
+  )
 
 
-def _interval(values: np.ndarray, low: float, high: float) -> Interval:
-  """(mean, its 95 % interval by Student's t, cut to [low, high])."""
-  from scipy import special  # 0.1 s that training does not need at start
+def _vote(
+  answers: Sequence[str | None], success: np.ndarray, kept: np.ndarray
+) -> float:
+  if not kept.any():
+    return np.nan
+  votes = collections.defaultdict(list)
+  for answer, won, counts in zip(answers, success, kept, strict=True):
+    if counts and answer is not None:
+      votes[answer].append(float(won))
+  if not votes:
+    return 0.0
+  most = max(map(len, votes.values()))
+  return float(np.mean([np.mean(v) for v in votes.values() if len(v) == most]))
 
-  n, mean = len(values), float(values.mean())
-  if n == 1:
-    return mean, low, high
-  reach = special.stdtrit(n - 1, 0.975) * values.std(ddof=1) / math.sqrt(n)
-  return mean, max(low, mean - float(reach)), min(high, mean + float(reach))
+
+def verdicts(
+  right: np.ndarray | Sequence[bool], approved: np.ndarray | Sequence[bool]
+) -> dict[str, float]:
+  """How often a judge is right, from verdicts on solutions graded apart.
+
+  Precision of a verdict: the share of those given that fit the solution (it is
+  right and approved, or wrong and rejected). Recall: the share of the solutions
+  with which it would fit that got it. Balanced accuracy: the mean of both
+  recalls, 0.5 for a judge that does not look. Shares of nothing are absent.
+
+  Args:
+    right: [N] whether each solution was right.
+    approved: [N] whether it was approved; otherwise it was rejected.
+  """
+  right, approved = np.asarray(right, bool), np.asarray(approved, bool)
+  found = {"verdicts": len(right)}
+  found |= _mean("approve_precision", right[approved])
+  found |= _mean("approve_recall", approved[right])
+  found |= _mean("reject_precision", ~right[~approved])
+  found |= _mean("reject_recall", ~approved[~right])
+  if {"approve_recall", "reject_recall"} <= found.keys():
+    both = found["approve_recall"] + found["reject_recall"]
+    found["balanced_accuracy"] = both / 2
+  return _floats(found)
+
+
+def bootstrap(*sets: np.ndarray, seed: int = 0, num: int = 10_000) -> Interval:
+  """Mean of the sets' means (of one set: its mean), with a 95 % interval.
+
+  Every resample draws each set's questions anew, and of several runs the runs
+  too, the same ones for all sets. Where both are drawn, what differs by
+  question and run together is counted more than once, so that the interval is
+  rather too wide (the pigeonhole bootstrap: Owen 2007, 10.1214/07-AOAS122);
+  what differs by run alone is judged from as few runs as there are.
+
+  Args:
+    *sets: each [P], or [P, S] of the same S runs, in [0, 1] without nan.
+    seed: of the resampling; the same values give the same interval.
+    num: resamples.
+  """
+  columns = [_columns(s) for s in sets]
+  rng = np.random.default_rng(seed)
+  mean = float(np.mean([c.mean() for c in columns]))
+  if min(map(len, columns)) == 1:
+    return mean, 0.0, 1.0
+  scores = _resample(columns, rng, num)
+  return mean, *_middle((scores * _draw(scores, rng)).sum(axis=1))
+
+
+def paired_bootstrap(
+  ours: Sequence[np.ndarray],
+  theirs: Sequence[np.ndarray],
+  *,
+  same_seeds: bool = False,
+  seed: int = 0,
+  num: int = 10_000,
+) -> Interval:
+  """Difference of two means of sets' means, with a 95 % interval.
+
+  As `bootstrap`, where every resample has the same questions on both sides.
+
+  Args:
+    ours: sets, each [P], or [P, S] of S runs.
+    theirs: of the same questions, each [P] or [P, R].
+    same_seeds: run s of both sides has the same seed (so S is R): they are
+      drawn together. Otherwise each side's runs are drawn on their own.
+    seed: of the resampling.
+    num: resamples.
+  """
+  left, right = ([_columns(s) for s in side] for side in (ours, theirs))
+  pairs = list(zip(left, right, strict=True))
+  difference = float(np.mean([a.mean() - b.mean() for a, b in pairs]))
+  if min(map(len, left)) == 1:
+    return difference, -1.0, 1.0
+  rng = np.random.default_rng(seed)
+  runs = left[0].shape[1]
+  if same_seeds or runs == right[0].shape[1] == 1:
+    gains = _resample([a - b for a, b in pairs], rng, num)
+    return difference, *_middle((gains * _draw(gains, rng)).sum(axis=1))
+  scores = _resample([np.hstack(pair) for pair in pairs], rng, num)
+  own, other = np.split(scores, [runs], axis=1)
+  gains = (own * _draw(own, rng)).sum(axis=1)
+  return difference, *_middle(gains - (other * _draw(other, rng)).sum(axis=1))
+
+
+def _resample(
+  sets: Sequence[np.ndarray], rng: np.random.Generator, num: int
+) -> np.ndarray:
+  """[num, S] means of the sets' means with every set's questions drawn anew.
+
+  Questions with equal scores are one kind, and how often each kind is drawn is
+  multinomial: the order of the questions does not matter, and a set of
+  thousands costs no more than its few kinds.
+
+  Args:
+    sets: each [P, S].
+    rng: advanced.
+    num: resamples.
+  """
+  total = np.zeros([num, sets[0].shape[1]])
+  for values in sets:
+    kinds, counts = np.unique(values, axis=0, return_counts=True)
+    size = max(1, (1 << 22) // len(kinds))  # 32 MB at a time
+    for start in range(0, num, size):
+      stop = min(start + size, num)
+      drawn = rng.multinomial(
+        len(values), counts / len(values), size=stop - start
+      )
+      total[start:stop] += drawn @ kinds / len(values)
+  return total / len(sets)
+
+
+def _draw(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  """[num, S] share of each run in each resample; a single run is no choice."""
+  num, runs = scores.shape
+  return rng.multinomial(runs, np.full(runs, 1 / runs), size=num) / runs
+
+
+def _middle(values: np.ndarray) -> tuple[float, float]:
+  """What 95 % of the values lie in."""
+  low, high = np.percentile(values, [2.5, 97.5])
+  return float(low), float(high)
+
+
+def _columns(values: np.ndarray) -> np.ndarray:
+  values = np.asarray(values, float)
+  return values[:, None] if values.ndim == 1 else values
+
+
+def _kept(success: np.ndarray, ok: np.ndarray | None) -> np.ndarray:
+  return np.ones(np.shape(success), bool) if ok is None else np.asarray(ok) > 0
 
 
 def _team_reward(episode: Episode) -> float:
@@ -317,9 +455,10 @@ def _team_reward(episode: Episode) -> float:
   return reward
 
 
-def _clocked(episode: Episode) -> bool:
-  faults = [episode.fault, *(t.fault for t in episode.turns)]
-  return any(f is not None and f.wall_clock for f in faults)
+def _rewarded(episode: Episode) -> bool:
+  reward = episode.outcome.reward
+  parts = reward.values() if isinstance(reward, Mapping) else [reward]
+  return any(parts) or any(episode.outcome.turn_rewards.values())
 
 
 def _means_by(scores: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -14,13 +14,21 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import (
+  Callable,
+  Collection,
+  Coroutine,
+  Iterator,
+  Mapping,
+  Sequence,
+)
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from drmas_jax import config as config_lib
+from drmas_jax import prompts
 from drmas_jax.sampler import Completion, Request, Sampler
 from drmas_jax.types import (
   CallRequest,
@@ -73,9 +81,9 @@ class Team:
     """The orchestra's coroutine for one episode."""
     turns = itertools.count()
 
-    def call(agent: str, *args) -> Coroutine:
+    def call(agent: str, *args, chat: str | None = None) -> Coroutine:
       # The number is given here, not when the coroutine first runs.
-      return request(CallRequest(agent, args, next(turns)))
+      return request(CallRequest(agent, args, next(turns), chat))
 
     return self.orchestra.run(task, call, **self.orchestra_options)
 
@@ -89,13 +97,23 @@ class _Strand:
     self.missing = 0
 
 
+class _Asked(NamedTuple):
+  """A turn that has been asked for."""
+
+  strand: _Strand
+  agent: str
+  chat: prompts.Chat
+  prompt: prompts.Prompt
+
+
 class _Play:
   """An episode under way."""
 
   def __init__(self, episode: Episode, root: _Strand):
     self.episode = episode
     self.root = root
-    self.waiting: dict[int, tuple[_Strand, CallRequest]] = {}
+    self.waiting: dict[int, _Asked] = {}
+    self.chats: dict[tuple[str, str], prompts.Chat] = {}  # by agent and name
     self.played = False  # the orchestra has returned
     self.done = False  # scored, or failed
 
@@ -155,8 +173,14 @@ class Rollout:
     group_size: int,
     key: jax.Array,
     sampling: config_lib.Sampling | None = None,
+    *,
+    skip: Collection[tuple[int, int]] = frozenset(),
+    finished: Callable[[Episode], None] | None = None,
   ) -> list[Group]:
     """Plays group_size episodes of every task.
+
+    Twice as many episodes as there are slots are under way at a time, so that
+    a turn's time limit runs while it is played and not while it queues.
 
     Args:
       tasks: of different positions.
@@ -164,6 +188,11 @@ class Rollout:
       key: root of the sampling; tokens depend on it, the task's position, the
         episode, the turn and the weights, and on nothing else.
       sampling: for all agents; None: each agent's own.
+      skip: (position, episode) of those that are not played; of an environment
+        that scores groups, whole groups.
+      finished: called with each episode once it has its outcome or its fault.
+        Its turns are then given up, so that a long evaluation does not hold
+        them all.
 
     Returns:
       One group a task, in order; episodes that failed are in it, marked so.
@@ -171,10 +200,17 @@ class Rollout:
     for sampler in self.samplers.values():
       sampler.engine.key = key
     groups = [
-      Group(task, [Episode(task, i) for i in range(group_size)])
+      Group(
+        task,
+        [
+          Episode(task, i)
+          for i in range(group_size)
+          if (task.position, i) not in skip
+        ],
+      )
       for task in tasks
     ]
-    return _Collection(self, groups, sampling).run()
+    return _Collection(self, groups, sampling, finished).run()
 
   @property
   def io(self) -> _Io:
@@ -191,18 +227,22 @@ class Rollout:
 class _Collection:
   """The state of one `collect`."""
 
-  def __init__(self, rollout: Rollout, groups: list[Group], sampling):
+  def __init__(self, rollout: Rollout, groups: list[Group], sampling, finished):
     self.rollout = rollout
     self.team = rollout.team
     self.samplers = rollout.samplers
     self.groups = groups
     self.sampling = sampling
-    self.group_size = len(groups[0].episodes) if groups else 0
+    self.finished = finished
     # Awaitables in the I/O thread: their plays, and when to give them up.
     self.scoring: dict[int, tuple[list[_Play], float]] = {}
     self.numbers = itertools.count()
     self.plays: dict[tuple[int, int], _Play] = {}
     self.group_of = {g.task.position: g for g in groups}
+    policies = rollout.config.policies.values()
+    self.room = 2 * sum(p.engine.num_slots for p in policies)
+    self.under_way = 0  # begun, and the orchestra has not returned
+    self.missing = 0  # not done
 
   def run(self) -> list[Group]:
     for group in self.groups:
@@ -210,15 +250,23 @@ class _Collection:
         root = _Strand(self.team.start(group.task))
         play = _Play(episode, root)
         self.plays[play.key] = play
+    self.missing = len(self.plays)
+    coming = iter(list(self.plays.values()))
     try:
-      for play in list(self.plays.values()):
-        self._advance(play, play.root, None)
-      while not all(p.done for p in self.plays.values()):
+      self._begin(coming)
+      while self.missing:
         self._round()
+        self._begin(coming)
     except BaseException:
       self._abandon()
       raise
     return self.groups
+
+  def _begin(self, coming: Iterator[_Play]) -> None:
+    """Starts what there is room for; more, where it ends without a wait."""
+    while self.under_way < self.room and (play := next(coming, None)):
+      self.under_way += 1
+      self._advance(play, play.root, None)
 
   def _round(self) -> None:
     self.rollout._heartbeat()
@@ -300,28 +348,51 @@ class _Collection:
       )
     member = self.team.members[asked.agent]
     sampler = self.samplers[member.config.policy]
-    messages = member.role.messages(member.config.template, *asked.args)
-    prompt = sampler.tokenizer.encode_chat(messages)
-    play.waiting[asked.turn] = (strand, asked)
+    chat, prompt = self._prompt(play, member, asked)
+    play.waiting[asked.turn] = _Asked(strand, asked.agent, chat, prompt)
     first = asked.turn == 0 and strand is play.root
     sampler.submit(
       Request(
         id=(*play.key, asked.turn),
-        prompt_ids=prompt,
+        prompt_ids=prompt.ids,
         max_tokens=member.config.max_tokens,
         sampling=self.sampling or member.config.sampling,
         closes=member.role.closes,
-        shared_by=self.group_size if first else 1,
+        shared_by=len(self.group_of[play.key[0]].episodes) if first else 1,
         deadline=time.monotonic() + self.rollout.config.rollout.turn_timeout_s,
-      )
+      ),
+      prompt.fault,
     )
+
+  def _prompt(
+    self, play: _Play, member: Member, asked: CallRequest
+  ) -> tuple[prompts.Chat, prompts.Prompt]:
+    """Of a chat that goes on, or of one that begins."""
+    policy, config = member.config.policy, self.rollout.config
+    chat = prompts.Chat(self.samplers[policy].tokenizer)
+    if asked.chat is not None:
+      chat = play.chats.setdefault((asked.agent, asked.chat), chat)
+    if chat.waits:
+      raise ValueError(
+        f"chat={asked.chat!r}: {asked.agent!r} is called in it while it has "
+        "not answered yet; await its reply first, or give each call of a "
+        f"gather a chat of its own; {_where(play.episode)}"
+      )
+    write = member.role.reply if chat.begun else member.role.messages
+    prompt = chat.ask(
+      write(member.config.template, *asked.args),
+      prompts.limit(member.config, config.policies[policy].engine),
+      member.config.cut,
+    )
+    return chat, prompt
 
   def _answer(self, completion: Completion) -> None:
     position, episode, turn_index = completion.request.id
     play = self.plays[position, episode]
     if play.done:
       return
-    strand, asked = play.waiting.pop(turn_index)
+    asked = play.waiting.pop(turn_index)
+    asked.chat.hear(turn_index, completion.ids, completion.text)
     member = self.team.members[asked.agent]
     reply = self._parse(play, member, completion)
     play.episode.turns.append(
@@ -339,12 +410,15 @@ class _Collection:
         text=completion.text,
         reply=reply,
         fault=completion.fault,
+        continues=asked.prompt.continues,
+        chat_split=asked.prompt.split,
+        prompt_cut=asked.prompt.cut,
       )
     )
     if completion.fault is not None:
       self._fail(play, completion.fault)
     elif not play.done:
-      self._advance(play, strand, reply)
+      self._advance(play, asked.strand, reply)
 
   def _parse(
     self, play: _Play, member: Member, completion: Completion
@@ -364,6 +438,7 @@ class _Collection:
   def _score(self, play: _Play) -> None:
     play.episode.turns.sort(key=lambda t: t.index)
     play.played = True
+    self.under_way -= 1
     environment = self.team.environment
     task = play.episode.task
     if environment.scores_groups:
@@ -406,23 +481,31 @@ class _Collection:
     elif isinstance(result, BaseException) or len(result) != len(plays):
       outcomes = [result] * len(plays)
     for play, outcome in zip(plays, outcomes, strict=True):
-      play.done = True
       if isinstance(outcome, Outcome):
         play.episode.outcome = outcome
       else:
         play.episode.status = "failed"
         play.episode.fault = _reward_fault(outcome)
+      self._end(play)
 
   def _fail(self, play: _Play, fault: Fault) -> None:
     """Rule 6: the episode takes no part in statistics or loss."""
     play.episode.status, play.episode.fault = "failed", fault
     play.episode.turns.sort(key=lambda t: t.index)
-    play.done = True
     for sampler in self.samplers.values():
       sampler.cancel(lambda r: r.id[:2] == play.key)
     _close(play)
+    self._end(play)
     if self.team.environment.scores_groups:
       self._score_group(play.episode.task)
+
+  def _end(self, play: _Play) -> None:
+    play.done = True
+    self.missing -= 1
+    self.under_way -= not play.played
+    if self.finished is not None:
+      self.finished(play.episode)
+      play.episode.turns = []
 
   def _abandon(self) -> None:
     """Frees every slot and coroutine; the groups are given up."""
@@ -437,8 +520,8 @@ class _Collection:
 
 
 def _close(play: _Play) -> None:
-  for strand, _ in play.waiting.values():
-    strand.coro.close()
+  for asked in play.waiting.values():
+    asked.strand.coro.close()
   play.root.coro.close()
 
 
@@ -446,7 +529,8 @@ def _reward_fault(error: Any) -> Fault:
   if isinstance(error, TimeoutError):
     return Fault("reward", "past environment.reward_timeout_s", True)
   if isinstance(error, BaseException):
-    return Fault("reward", f"{type(error).__name__}: {error}")
+    clock = isinstance(error, TransientError) and error.wall_clock
+    return Fault("reward", f"{type(error).__name__}: {error}", clock)
   return Fault("reward", f"returned {error!r}; write a types.Outcome")
 
 

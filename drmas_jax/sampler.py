@@ -19,7 +19,7 @@ import numpy as np
 
 from drmas_jax import engine as engine_lib
 from drmas_jax.config import Sampling
-from drmas_jax.tokenizer import Tokenizer
+from drmas_jax.tokenizer import Growing, Tokenizer
 from drmas_jax.types import Fault, StopReason
 
 
@@ -127,6 +127,7 @@ class _Shared:
 @dataclasses.dataclass
 class _Slot:
   request: Request
+  read: Growing  # the text of `ids`
   ids: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   log_kept_mass: list[float] = dataclasses.field(default_factory=list)
@@ -172,19 +173,26 @@ class Sampler:
     self._shared.clear()
     self.engine.release()
 
-  def submit(self, request: Request) -> None:
-    """Queues a request; one that cannot be served comes back as a Fault."""
+  def submit(self, request: Request, fault: Fault | None = None) -> None:
+    """Queues a request; one that cannot be served comes back as a Fault.
+
+    Args:
+      request: what to sample.
+      fault: why it is known already that it cannot be served.
+    """
     spec = self.engine.spec
     room = min(spec.max_length - 1, spec.prefill_buckets[-1])
     length = len(request.prompt_ids)
-    if not 0 < length <= room:
-      message = (
+    if fault is None and not 0 < length <= room:
+      fault = Fault(
+        "prompt",
         f"prompt of {length} tokens; allowed are 1 to {room}; raise "
-        "engine.max_length or shorten what agents pass on"
+        "engine.max_length or shorten what agents pass on",
       )
-      self._failed.append(self._fail(request, Fault("prompt", message)))
-      return
-    self._queue.append(request)
+    if fault is None:
+      self._queue.append(request)
+    else:
+      self._failed.append(self._fail(request, fault))
 
   def cancel(self, wanted: Callable[[Request], bool]) -> None:
     """Drops requests, waiting or running; nothing comes back for them."""
@@ -236,7 +244,7 @@ class Sampler:
     for request, slot in actions.inserts:
       self._queue.popleft()
       self.counts.prompt_tokens += len(request.prompt_ids)
-      self._slots[slot] = _Slot(request)
+      self._slots[slot] = _Slot(request, Growing(self.tokenizer.decode))
     self._insert(actions.inserts)
     for prefill in actions.prefills:
       prefix = self.engine.prefill_rows(
@@ -288,10 +296,10 @@ class Sampler:
 
   def _finished(self, slot: _Slot, active: bool) -> Completion | None:
     """Rule 14: an action block ends a completion where its text closes."""
-    ids = slot.ids
-    if slot.request.closes is not None:
+    ids, closes = slot.ids, slot.request.closes
+    if closes is not None and not (active and closes(slot.read(ids)) is None):
       text = self.tokenizer.decode(ids)
-      end = slot.request.closes(text)
+      end = closes(text)
       if end is not None:
         num = self.tokenizer.tokens_until(ids, end)
         stopped = num == len(ids) and ids[-1] in self.engine.spec.stop_ids

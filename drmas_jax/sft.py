@@ -9,54 +9,94 @@ were made so.
 import dataclasses
 import pathlib
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from drmas_jax import batching, learner, placement, rollout, sampling, sharding
+from drmas_jax import (
+  batching,
+  learner,
+  placement,
+  prompts,
+  rollout,
+  sampling,
+  sharding,
+)
 from drmas_jax import config as config_lib
 from drmas_jax.backbone import Backbone
 from drmas_jax.data import Stream
 from drmas_jax.models import transformer, weights
-from drmas_jax.types import Turn
+from drmas_jax.types import RunError, Turn
 
 
 def train(
   config: config_lib.Config,
   backbones: dict[str, Backbone],
-  source,
+  stream: Stream,
   workdir: pathlib.Path,
   report,
-) -> None:
-  """Trains every policy in turn; `report(step, {name: float})` is told."""
+  stopping: Callable[[], bool],
+) -> list[str]:
+  """Trains every policy in turn; `report(step, {name: float})` is told.
+
+  Once `stopping` says so, the policy at work is written as it is after its
+  step, and the others are not begun. Returns the names of those written.
+  """
   team = rollout.Team(config)
-  module = config_lib.load_module("datasets", config.data.source.name)
+  makers = {
+    key: config_lib.load_module(
+      "datasets", config_lib.named(key, source).name
+    ).demonstrations
+    for key, source in config.data.sources.items()
+  }
+  written = []
   for name in config.trained:
-    demonstrations = _Demonstrations(config, backbones[name], team, module)
-    state = _fit(config, backbones[name], source, demonstrations, report)
+    demonstrations = _Demonstrations(config, backbones[name], team, makers)
+    state = _fit(
+      config, backbones[name], stream, demonstrations, report, stopping
+    )
     weights.save(
       workdir / "policies" / name,
       placement.fetch(state.params),
       backbones[name].learner.model,
       like=backbones[name].folder,
+      dtype="float32",  # where a run starts, so nothing is rounded off
     )
+    written.append(name)
+    if stopping():
+      break
+  return written
 
 
 class _Demonstrations:
   """Encodes what a policy's agents say into turns."""
 
-  def __init__(self, config, backbone: Backbone, team, module):
+  def __init__(self, config, backbone: Backbone, team, makers):
     self._config = config
     self._tokenizer = backbone.tokenizer
     self._members = [team.members[a] for a in backbone.agents]
-    self._make = module.demonstrations
+    self._limit = {
+      m.name: prompts.limit(m.config, backbone.policy.engine)
+      for m in self._members
+    }
+    self._makers = makers  # by source
 
   def turns(self, task, rng: np.random.Generator) -> list[Turn]:
-    played = self._make(task, rng, **self._config.sft.options)
+    make = self._makers[task.source]
+    played = make(task, rng, **self._config.sft.options)
     turns = []
     for member in self._members:
       for args, completion in played[member.name]:
         messages = member.role.messages(member.config.template, *args)
+        prompt = prompts.Chat(self._tokenizer).ask(
+          messages, self._limit[member.name], member.config.cut
+        )
+        if prompt.fault is not None:
+          raise RunError(
+            f"a demonstration of {member.name!r} for {task.source}"
+            f"[{task.index}]: {prompt.fault.message}"
+          )
         ids = self._tokenizer.encode(completion)
         ids = np.append(ids, self._tokenizer.end_of_turn_id).astype(np.int32)
         turns.append(
@@ -64,7 +104,7 @@ class _Demonstrations:
             agent=member.name,
             policy=member.config.policy,
             index=len(turns),
-            prompt_ids=self._tokenizer.encode_chat(messages),
+            prompt_ids=prompt.ids,
             completion_ids=ids,
             sampler_logprobs=np.zeros(len(ids), np.float32),
             log_kept_mass=np.zeros(len(ids), np.float32),
@@ -76,25 +116,25 @@ class _Demonstrations:
     return turns
 
 
-def _fit(config, backbone: Backbone, source, demonstrations, report):
-  """`sft.steps` steps of `sft.batch_rows` demonstrations."""
-  sft = config.sft
-  spec = dataclasses.replace(
-    backbone.learner,
-    loss=None,
-    optimizer=config_lib.Optimizer(
-      learning_rate=sft.learning_rate,
-      schedule="cosine",
-      warmup_steps=sft.warmup_steps,
-      decay_steps=max(1, sft.steps - sft.warmup_steps),
-      final_fraction=0.1,
-      b2=0.95,
-    ),
+def _spec(sft: config_lib.Sft, backbone: Backbone) -> learner.Spec:
+  """The learner of the backbone, for cross-entropy on a schedule of its own."""
+  optimizer = config_lib.Optimizer(
+    learning_rate=sft.learning_rate,
+    schedule="cosine",
+    warmup_steps=sft.warmup_steps,
+    decay_steps=max(1, sft.steps - sft.warmup_steps),
+    final_fraction=0.1,
+    b2=0.95,
   )
+  return dataclasses.replace(backbone.learner, loss=None, optimizer=optimizer)
+
+
+def _fit(config, backbone: Backbone, stream, demonstrations, report, stopping):
+  """`sft.steps` steps of `sft.batch_rows` demonstrations."""
+  sft, spec = config.sft, _spec(config.sft, backbone)
   programs = learner.programs(spec)
   index = sorted(config.policies).index(backbone.name)
   state = programs.init(_start(config, backbone, index))
-  stream = Stream(source, config.seed)
   temperature = np.ones([spec.num_agents], np.float32)
   cursor, ready, started = 0, [], time.monotonic()
   for step in range(sft.steps):
@@ -117,7 +157,8 @@ def _fit(config, backbone: Backbone, source, demonstrations, report):
       trips,
       temperature,
     )
-    if step % 50 == 49 or step == sft.steps - 1:
+    last = step == sft.steps - 1 or stopping()
+    if step % 50 == 49 or last:
       seconds = time.monotonic() - started
       report(
         step + 1,
@@ -127,6 +168,8 @@ def _fit(config, backbone: Backbone, source, demonstrations, report):
           "time/seconds": seconds,
         },
       )
+    if last:
+      break
   return state
 
 
@@ -134,7 +177,7 @@ def _start(config: config_lib.Config, backbone: Backbone, index: int):
   """The checkpoint's weights, or new ones in its shape."""
   model, mesh = backbone.learner.model, backbone.slice.train_mesh
   if not config.sft.from_scratch:
-    return weights.load(backbone.folder, model, mesh)
+    return backbone.read()
   key = jax.random.fold_in(sampling.root_key(config.seed, "init"), index)
   where = sharding.shardings(
     transformer.param_axes(model), transformer.param_shapes(model), mesh

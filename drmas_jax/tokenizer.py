@@ -1,17 +1,19 @@
 """Text and token ids: a Hugging Face tokenizer and its chat template.
 
 Everything foreign in a chat is data. A control token spelled in a message's
-content ("<|im_end|>" in a question) is encoded as the plain text it is, by
-`encode_chat` here, and so it cannot end a turn or open another.
+content ("<|im_end|>" in a question) is encoded as the plain text it is, and so
+it cannot end a turn or open another. To that end `render` marks what contents
+spell, and `encode_rendered` reads the marks.
 
 Transformers loads when a tokenizer does; torch is not needed.
 """
 
+import datetime
 import json
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,21 @@ import numpy as np
 _BREAK = "\ud800"
 _PROBE = "probe"
 
-# Llama's templates print today's date unless they are given one.
-DATE = "26 Jul 2024"
+# Templates may print today's date (Llama's do); here it is always this one. It
+# is put in front of them, since they are given plain data only.
+_DAY = datetime.datetime(2024, 7, 26)
+_CLOCK = "{% macro strftime_now(format) %}{{ format"
+_CLOCK += "".join(
+  f" | replace('%{code}', '{_DAY.strftime('%' + code)}')"
+  for code in "aAbBdHjmMpSyY"
+)
+_CLOCK += " }}{% endmacro %}{{ '' }}"
+
+# What a template is given without being asked.
+_GIVEN = {"messages", "add_generation_prompt", "raise_exception"}
+_GIVEN |= {"strftime_now"}
+
+Message = Mapping[str, str | Sequence[str]]
 
 
 class Tokenizer:
@@ -36,8 +51,16 @@ class Tokenizer:
     vocab_size: number of ids; a model may have padded rows beyond it.
   """
 
-  def __init__(self, hf: Any, end_ids: Sequence[int] = ()):
+  def __init__(
+    self,
+    hf: Any,
+    end_ids: Sequence[int] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+  ):
     self._hf = hf
+    self._kwargs = dict(template_kwargs or {})
+    self._template = hf.get_chat_template(tools=self._kwargs.get("tools"))
+    self._check_kwargs()
     special = {
       token.content
       for token in hf.added_tokens_decoder.values()
@@ -46,19 +69,28 @@ class Tokenizer:
     longest_first = sorted(special, key=len, reverse=True)
     self._special = re.compile("|".join(map(re.escape, longest_first)) or "$^")
     self.vocab_size = len(hf)
-    self.end_of_turn_id = self._end_of_turn()
+    self._end = self._end_of_turn()
+    self.end_of_turn_id = self._end and hf.convert_tokens_to_ids(self._end)
     ends = {*end_ids, self.end_of_turn_id, hf.eos_token_id} - {None}
     self.stop_ids = tuple(sorted(ends))
     pad = hf.pad_token_id
     self.pad_id = self.stop_ids[0] if pad is None else pad
 
   @classmethod
-  def load(cls, folder: str | pathlib.Path) -> "Tokenizer":
+  def load(
+    cls,
+    folder: str | pathlib.Path,
+    template_kwargs: Mapping[str, Any] | None = None,
+  ) -> "Tokenizer":
     """Reads a checkpoint folder.
 
+    Args:
+      folder: in the layout of Hugging Face.
+      template_kwargs: given to the chat template with every prompt.
+
     Raises:
-      ValueError: if the folder holds no tokenizer, no chat template, or names
-        no end token.
+      ValueError: the folder holds no tokenizer or no chat template, or the
+        template never reads one of the keys.
     """
     folder = pathlib.Path(folder)
     if not (folder / "tokenizer.json").is_file():
@@ -76,33 +108,52 @@ class Tokenizer:
         str(folder), local_files_only=True
       )
     except Exception as e:  # of many kinds, some of them from Rust
-      raise ValueError(f"its tokenizer cannot be read: {e}") from e
+      raise ValueError(
+        f"checkpoint={str(folder)!r}: its tokenizer cannot be read: {e}"
+      ) from e
     if not hf.chat_template:
       raise ValueError(
         f"checkpoint={str(folder)!r} has no chat template; use an instruct "
         "checkpoint, or add chat_template to tokenizer_config.json"
       )
     ends = _end_ids(folder / "generation_config.json")
-    return cls(hf, ends + _end_ids(folder / "config.json"))
+    ends += _end_ids(folder / "config.json")
+    return cls(hf, ends, template_kwargs)
 
   def encode(self, text: str) -> np.ndarray:
     """Ids of plain text [tokens]; control tokens in it are plain text too."""
     return np.asarray(self._plain(_encodable(text)), np.int32)
 
-  def encode_chat(
-    self, messages: Sequence[dict[str, str]], **template_kwargs: Any
-  ) -> np.ndarray:
+  def encode_chat(self, messages: Sequence[Message]) -> np.ndarray:
     """Ids of a prompt [tokens]: the rendered chat, open for the next turn.
 
     Equal to `apply_chat_template(.., add_generation_prompt=True)` where no
     content spells a control token. The template writes the begin token if there
     is to be one; none is added to it.
     """
-    broken = [
-      {**message, "content": self._break(_encodable(message["content"]))}
-      for message in messages
+    return self.encode_rendered(self.render(messages))
+
+  def render(self, messages: Sequence[Message], *, open: bool = True) -> str:
+    """The chat as the template writes it, with spelled control tokens marked.
+
+    Args:
+      messages: `content` is a string, or a list of strings to be joined.
+      open: for an assistant's turn to follow.
+    """
+    marked = [
+      {**m, "content": self._mark("".join(m["content"]))} for m in messages
     ]
-    text = self._render(broken, add_generation_prompt=True, **template_kwargs)
+    return self._hf.apply_chat_template(
+      marked,
+      chat_template=_CLOCK + self._template,
+      tokenize=False,
+      add_generation_prompt=open,
+      **self._kwargs,
+    )
+
+  def encode_rendered(self, text: str) -> np.ndarray:
+    """Ids [tokens] of what `render` gives, or of its end from a control token
+    on."""
     if _BREAK not in text:
       ids = self._hf(text, add_special_tokens=False)["input_ids"]
       return np.asarray(ids, np.int32)
@@ -113,6 +164,35 @@ class Tokenizer:
       end = token.end()
     ids += self._plain(text[end:].replace(_BREAK, ""))
     return np.asarray(ids, np.int32)
+
+  def after_turn(self, opened: str, said: str, rendered: str) -> str | None:
+    """What the template writes behind an assistant's message.
+
+    Args:
+      opened: the chat before the message, as `render` gave it.
+      said: the message.
+      rendered: a chat that goes on behind it, as `render` gives it.
+
+    Returns:
+      The end of `rendered` from the message's end of turn on. None where the
+      template has rewritten what comes before, so that `rendered` does not
+      begin with `opened` and `said`, white space around `said` apart.
+    """
+    if not rendered.startswith(opened) or self._end is None:
+      return None
+    # What contents spell is marked: the first end of turn is the template's.
+    shown, end, rest = rendered[len(opened) :].partition(self._end)
+    same = shown.strip() == self._mark(said).strip()
+    return end + rest if end and same else None
+
+  def spans(self, text: str) -> list[tuple[int, int]]:
+    """Where each token of plain text begins and ends in it, in characters."""
+    return self._hf(
+      _encodable(text),
+      add_special_tokens=False,
+      split_special_tokens=True,
+      return_offsets_mapping=True,
+    )["offset_mapping"]
 
   def decode(self, ids: Sequence[int], control: bool = False) -> str:
     """Text of ids; control tokens are left out unless `control` is set."""
@@ -138,10 +218,6 @@ class Tokenizer:
         low = middle + 1
     return low
 
-  def _render(self, messages: list[dict[str, str]], **kwargs: Any) -> str:
-    kwargs = {"date_string": DATE, **kwargs}
-    return self._hf.apply_chat_template(messages, tokenize=False, **kwargs)
-
   def _plain(self, text: str) -> list[int]:
     if not text:
       return []
@@ -149,21 +225,77 @@ class Tokenizer:
       "input_ids"
     ]
 
-  def _break(self, content: str) -> str:
+  def _mark(self, content: str) -> str:
     """Puts a break behind the first character of each spelled control token."""
     return self._special.sub(
-      lambda m: m.group()[0] + _BREAK + m.group()[1:], content
+      lambda m: m.group()[0] + _BREAK + m.group()[1:], _encodable(content)
     )
 
-  def _end_of_turn(self) -> int | None:
+  def _end_of_turn(self) -> str | None:
     """The first control token that follows an assistant's message."""
     chat = [
       {"role": "user", "content": "?"},
       {"role": "assistant", "content": _PROBE},
     ]
-    after = self._render(chat).rpartition(_PROBE)[2]
+    after = self.render(chat, open=False).rpartition(_PROBE)[2]
     token = self._special.search(after)
-    return self._hf.convert_tokens_to_ids(token.group()) if token else None
+    return token.group() if token else None
+
+  def _check_kwargs(self) -> None:
+    """A key that the template never reads would change nothing."""
+    allowed = _variables(self._template) - _GIVEN
+    allowed -= self._hf.special_tokens_map.keys()
+    for key, value in self._kwargs.items():
+      if key not in allowed:
+        raise ValueError(
+          f"chat_template_kwargs.{key}: {value!r} would change nothing, since "
+          "the checkpoint's chat template never reads that key; allowed are "
+          f"{', '.join(sorted(allowed)) or 'none'}; correct or remove it"
+        )
+
+
+class Growing:
+  """Decodes ids that are added to, each of them about once.
+
+  Always equal to `decode(ids)` for a decoder that only looks back as far as
+  the ids that were new the last time.
+  """
+
+  def __init__(self, decode: Callable[[Sequence[int]], str]):
+    self._decode = decode
+    self._text = ""
+    self._start = self._end = 0
+
+  def __call__(self, ids: Sequence[int]) -> str:
+    """Text of all ids; they begin with those of the last call."""
+    known = self._decode(ids[self._start : self._end])
+    text = self._text + self._decode(ids[self._start :])[len(known) :]
+    # A character at its end may still be incomplete.
+    if len(ids) > self._end and not text.endswith("\ufffd"):
+      self._text, self._start, self._end = text, self._end, len(ids)
+    return text
+
+
+def _variables(template: str) -> set[str]:
+  """Names that a template looks up.
+
+  One that it sets itself counts only where it asks whether it was given.
+  """
+  import jinja2
+  from jinja2 import meta, nodes
+
+  # A tag of transformers' own, which is about nothing here.
+  template = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+  parser = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+  tree = parser.parse(template)
+  own = {n.name for n in tree.find_all(nodes.Name) if n.ctx == "store"}
+  asked = {
+    n.node.name
+    for n in tree.find_all((nodes.Test, nodes.Filter))
+    if n.name in ("defined", "undefined", "default", "d")
+    and isinstance(n.node, nodes.Name)
+  }
+  return meta.find_undeclared_variables(tree) - (own - asked)
 
 
 def _encodable(text: str) -> str:

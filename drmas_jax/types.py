@@ -40,7 +40,13 @@ class Fault:
 
 
 class TransientError(Exception):
-  """What user code raises to lose one episode instead of the whole run."""
+  """What user code raises to lose one episode instead of the whole run.
+
+  Attributes:
+    wall_clock: whether a clock decided, see `Fault`.
+  """
+
+  wall_clock = False
 
 
 class RunError(RuntimeError):
@@ -52,7 +58,7 @@ class Task:
   """One problem.
 
   Attributes:
-    source: name of the data set.
+    source: key of the data set in the config.
     index: row of the data set.
     position: place in the endless stream (data.py); it seeds the sampling.
     question: the text shown to agents. Foreign text: never parsed.
@@ -105,6 +111,10 @@ class Turn:
     text: the completion decoded, cut where its action block closes.
     reply: what the parser made of it; None if the turn failed.
     fault: why there is no completion, if there is none.
+    continues: index of the turn of the same chat whose prompt and completion
+      `prompt_ids` begin with; None: there is none.
+    chat_split: its chat had such a turn, and could not go on with its ids.
+    prompt_cut: the prompt was too long, and something of it had to go.
   """
 
   agent: str
@@ -120,6 +130,9 @@ class Turn:
   text: str = ""
   reply: Reply | None = None
   fault: Fault | None = None
+  continues: int | None = None
+  chat_split: bool = False
+  prompt_cut: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +144,15 @@ class Outcome:
     turn_rewards: extra reward by turn index (a turn left out gets 0).
     parts: named numbers behind the reward, logged.
     success: what evaluation counts; by default reward >= 1 of a team reward.
+    answer: the final answer in a normal form, by which evaluation takes votes;
+      none: no answer was given.
   """
 
   reward: float | Mapping[str, float]
   turn_rewards: Mapping[int, float] = dataclasses.field(default_factory=dict)
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   success: bool | None = None
+  answer: str | None = None
 
   def of(self, agent: str) -> float:
     """The reward of one agent, or the team's where there is only one."""
@@ -181,7 +197,7 @@ class Batch(NamedTuple):
     tokens: int32 ids.
     mask: float32, 1 where the policy sampled the token (rule 7).
     positions: int32 within the segment.
-    segment_ids: int32, 1.. per turn in a row, 0 for padding.
+    segment_ids: int32, 1.. per chat in a row, 0 for padding.
     policy_index: [B] int32, the adapter of a row; 0 until adapters exist.
     agent_index: int32 into the run's sorted agent names.
     turn_index: int32 into the step's [N] turns.
@@ -213,11 +229,16 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CallRequest:
-  """One turn to be played: a named agent, and what its prompt is made of."""
+  """One turn to be played: a named agent, and what its prompt is made of.
+
+  With a `chat`, the turn continues the agent's chat of that name, if it has
+  been begun in the episode.
+  """
 
   agent: str
   args: tuple
   turn: int
+  chat: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

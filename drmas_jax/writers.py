@@ -21,7 +21,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import numpy as np
 
@@ -175,11 +175,74 @@ class TensorBoard(Writer):
     self._events.close()
 
 
-class Console(_ByStep):
-  """A progress bar on a terminal; elsewhere a line now and then.
+class Progress:
+  """A progress bar on a terminal; elsewhere a line when one is due.
 
-  A line comes with the first and the last step, and in between once 5 % of
-  the steps or 10 s have passed since the one before.
+  Args:
+    unit: of what is counted, such as "step".
+    total: how many there are.
+    first: how many were done before it began (on resume).
+    stream: where to (stderr); a bar if it is a terminal.
+    clock: seconds, for tests.
+    keep: whether the bar stays at the end.
+  """
+
+  def __init__(
+    self,
+    unit: str,
+    total: int,
+    first: int = 0,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    keep: bool = True,
+  ):
+    self._unit, self._total, self._clock = unit, total, clock
+    self._stream = sys.stderr if stream is None else stream
+    self._began: tuple[int, float] | None = None
+    self._bar = None
+    if self._stream.isatty():
+      import tqdm
+
+      self._bar = tqdm.tqdm(
+        total=total,
+        initial=first,
+        file=self._stream,
+        dynamic_ncols=True,
+        unit=unit,
+        leave=keep,
+      )
+
+  def count_from(self, done: int) -> None:
+    """The time left goes by what comes after this."""
+    self._began = done, self._clock()
+
+  def show(self, done: int, text: str, due: bool = True) -> None:
+    """`text` says how it goes; a line is printed only where it is due."""
+    if self._bar is not None:
+      self._bar.set_postfix_str(text, refresh=False)
+      self._bar.update(done - self._bar.n)
+      self._bar.refresh()
+    elif due:
+      line = f"{self._unit} {done}/{self._total}  {text}{self._left(done)}"
+      print(line.rstrip(), file=self._stream, flush=True)
+
+  def _left(self, done: int) -> str:
+    if self._began is None or done <= self._began[0]:
+      return ""
+    first, then = self._began
+    seconds = (self._clock() - then) / (done - first) * (self._total - done)
+    return f"  {_duration(seconds)} left"
+
+  def close(self) -> None:
+    if self._bar is not None:
+      self._bar.close()
+
+
+class Console(_ByStep):
+  """The progress of a run, step by step.
+
+  Where there is no terminal, a line comes with the first and the last step, and
+  in between once 5 % of the steps or 10 s have passed since the one before.
 
   Args:
     total: steps of the run.
@@ -197,36 +260,20 @@ class Console(_ByStep):
   ):
     super().__init__()
     self._total, self._clock = total, clock
-    self._stream = sys.stderr if stream is None else stream
     self._known: dict[str, float] = {}
-    self._began: tuple[int, float] | None = None
+    self._counting = False
     self._last: tuple[int, float] | None = None
-    self._bar = None
-    if self._stream.isatty():
-      import tqdm
-
-      self._bar = tqdm.tqdm(
-        total=total,
-        initial=first,
-        file=self._stream,
-        dynamic_ncols=True,
-        unit="step",
-      )
+    self._progress = Progress("step", total, first, stream, clock)
 
   def _emit(self, step, scalars):
     now = self._clock()
     self._known.update(scalars)
-    if self._began is None and step > 0:
-      self._began = step, now  # after the first step, which compiles
-    text = progress(self._known)
-    if self._bar is not None:
-      self._bar.set_postfix_str(text, refresh=False)
-      self._bar.update(step - self._bar.n)
-      self._bar.refresh()
-    elif self._due(step, now):
-      left = self._time_left(step, now)
-      line = f"step {step}/{self._total}  {text}{left}"
-      print(line.rstrip(), file=self._stream, flush=True)
+    if not self._counting and step > 0:
+      self._counting = True
+      self._progress.count_from(step)  # after the first step, which compiles
+    due = self._due(step, now)
+    self._progress.show(step, progress(self._known), due)
+    if due:
       self._last = step, now
 
   def _due(self, step: int, now: float) -> bool:
@@ -236,17 +283,9 @@ class Console(_ByStep):
     first_step = last == 0 and step > 0
     return first_step or (step - last) * 20 >= self._total or now - then >= 10
 
-  def _time_left(self, step: int, now: float) -> str:
-    if self._began is None or step <= self._began[0]:
-      return ""
-    first, then = self._began
-    seconds = (now - then) / (step - first) * (self._total - step)
-    return f"  {_duration(seconds)} left"
-
   def close(self):
     super().close()
-    if self._bar is not None:
-      self._bar.close()
+    self._progress.close()
 
 
 def progress(scalars: Mapping[str, float]) -> str:
@@ -437,11 +476,14 @@ def _replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
   temporary.replace(path)
 
 
-def write_json(path: pathlib.Path, value: Any) -> None:
-  """Plain data, and numpy's numbers and arrays, indented."""
-  text = json.dumps(value, indent=2, default=_plain)
+def write_json(path: pathlib.Path, value: Any, indent: int | None = 2) -> None:
+  """Plain data, and numpy's numbers and arrays."""
+  write_text(path, json.dumps(value, indent=indent, default=_plain) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
   with _replacing(path) as f:
-    f.write(f"{text}\n".encode())
+    f.write(text.encode())
 
 
 def _plain(value: Any) -> Any:
@@ -467,59 +509,104 @@ def read_metrics(
   }
 
 
+class Line(NamedTuple):
+  """A series over steps.
+
+  Attributes:
+    label: of the legend.
+    steps: where it was measured.
+    values: likewise long.
+    color: number of one of ten colors.
+    look: of matplotlib: "-", "--", "o-"; with points it is never smoothed.
+    band: (low, high) around the values, where several runs are behind them.
+  """
+
+  label: str
+  steps: np.ndarray
+  values: np.ndarray
+  color: int
+  look: str = "-"
+  band: tuple[np.ndarray, np.ndarray] | None = None
+
+
+class Panel(NamedTuple):
+  """A panel of a figure; `scale` is "share" (0 to 1), "log" or "linear"."""
+
+  title: str
+  scale: str
+  lines: Sequence[Line]
+
+
 def report(
   metrics: Mapping[str, tuple[np.ndarray, np.ndarray]], path: pathlib.Path
 ) -> None:
   """Four panels over steps: success, reward, gradient norm, inflation."""
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure
-
-  figure = Figure(figsize=(11, 7.5), layout="constrained")
-  canvas = FigureCanvasAgg(figure)
-  panels = [
+  contents = [
     ("Held-out success", r"eval/((?:avg|pass)@\d+)", "o-", "share"),
     ("Reward of the team (training)", r"reward/(team)", "-", "share"),
     ("Gradient norm before clipping", r"grad_norm/(.+)", "-", "log"),
     ("Inflation factor kappa", r"kappa/(.+)", "-", "linear"),
   ]
-  all_axes = figure.subplots(2, 2).flat
-  for axes, (title, pattern, style, scale) in zip(
-    all_axes, panels, strict=True
-  ):
-    series = _matching(metrics, pattern)
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.set_xlabel("step")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    _draw(axes, series, style)
-    _set_range(axes, [values for _, values in series.values()], scale)
-  with _replacing(path) as f:
-    canvas.print_png(f)
+  panels = []
+  for title, pattern, look, scale in contents:
+    # What is by policy and agent ("solver/critic") is dashed.
+    lines = [
+      Line(name, *series, color=i, look="--" if "/" in name else look)
+      for i, (name, series) in enumerate(matching(metrics, pattern).items())
+    ]
+    panels.append(Panel(title, scale, lines))
+  draw(panels, path, columns=2)
 
 
-def _matching(metrics: Mapping[str, Any], pattern: str) -> dict[str, Any]:
+def matching(metrics: Mapping[str, Any], pattern: str) -> dict[str, Any]:
+  """{first group of the pattern: what is there}, in the order of the names."""
   found = ((re.fullmatch(pattern, name), name) for name in sorted(metrics))
   return {m.group(1): metrics[name] for m, name in found if m}
 
 
-def _draw(axes: Any, series: Mapping[str, Any], style: str) -> None:
-  """Lines with a legend; a long one faint under its moving mean.
+def draw(panels: Sequence[Panel], path: pathlib.Path, columns: int) -> None:
+  """All panels, over steps, as what the path's suffix says (.png, .pdf, ..)."""
+  from matplotlib.figure import Figure
 
-  What is by policy and agent ("solver/critic") is dashed.
-  """
-  for i, (name, (steps, values)) in enumerate(series.items()):
-    color, width = f"C{i % 10}", max(1, len(values) // 20)
-    if style == "-" and width > 1:
-      axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-      mean = np.ones(width) / width
-      steps, values = (np.convolve(x, mean, "valid") for x in (steps, values))
-    look = "--" if "/" in name else style
-    axes.plot(steps, values, look, color=color, label=name, markersize=4)
-  if series:
-    axes.legend(frameon=False, fontsize=9)
-  else:
-    middle = {"ha": "center", "transform": axes.transAxes}
-    axes.text(0.5, 0.5, "not measured", **middle)
+  rows = -(-len(panels) // columns)
+  figure = Figure(figsize=(5.5 * columns, 3.75 * rows), layout="constrained")
+  all_axes = figure.subplots(rows, columns, squeeze=False).flat
+  for axes, panel in zip(all_axes, panels, strict=True):
+    axes.set_title(panel.title, loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    for line in panel.lines:
+      _draw_line(axes, line)
+    if panel.lines:
+      axes.legend(frameon=False, fontsize=9)
+    else:
+      middle = {"ha": "center", "transform": axes.transAxes}
+      axes.text(0.5, 0.5, "not measured", **middle)
+    _set_range(axes, [line.values for line in panel.lines], panel.scale)
+  with _replacing(path) as f:
+    figure.savefig(f, format=path.suffix.removeprefix("."))
+
+
+def _draw_line(axes: Any, line: Line) -> None:
+  """A long one is smoothed: its moving mean, over what was measured if that
+  is of one run."""
+  series, color = (
+    [line.steps, line.values, *(line.band or ())],
+    f"C{line.color}",
+  )
+  width = max(1, len(line.values) // 20)
+  if "o" not in line.look and width > 1:
+    if line.band is None:
+      axes.plot(*series, color=color, alpha=0.25, linewidth=0.8)
+    mean = np.ones(width) / width
+    series = [np.convolve(values, mean, "valid") for values in series]
+  steps, values, *band = series
+  axes.plot(
+    steps, values, line.look, color=color, label=line.label, markersize=4
+  )
+  if band:
+    axes.fill_between(steps, *band, color=color, alpha=0.15, linewidth=0)
 
 
 def _set_range(axes: Any, lines: list[np.ndarray], scale: str) -> None:
@@ -543,8 +630,13 @@ def table(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     if name in after:
       change = _value(after[name]) - _value(before[name])
       rows.append(
-        (name, _cell(before[name]), _cell(after[name]), f"{change:+.3f}")
+        (name, shown(before[name]), shown(after[name]), f"{change:+.3f}")
       )
+  return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+  """Lines of a table: the first column to the left, the others to the right."""
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   return "\n".join(
     "  ".join(
@@ -555,11 +647,29 @@ def table(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
   )
 
 
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """A table of cells as Markdown, in columns that a terminal shows too; the
+  first column holds names, the others numbers."""
+  widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+  rule = [
+    "-" * w if not i else "-" * (w - 1) + ":" for i, w in enumerate(widths)
+  ]
+  lines = []
+  for row in (header, rule, *rows):
+    cells = [
+      cell.rjust(width) if i else cell.ljust(width)
+      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    lines.append(f"| {' | '.join(cells)} |")
+  return "\n".join(lines)
+
+
 def _value(entry: Any) -> float:
   return float(entry[0] if isinstance(entry, Sequence) else entry)
 
 
-def _cell(entry: Any) -> str:
+def shown(entry: Any) -> str:
+  """A number, or (value, low, high) as a value with its interval."""
   if not isinstance(entry, Sequence):
     return f"{entry:.3f}"
   value, low, high = entry

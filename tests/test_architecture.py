@@ -31,8 +31,10 @@ FLOORS = (
     "jetstream_compat",
   ),
   (
-    *("tokenizer", "data", "sampler", "rollout", "checkpoint", "export"),
-    *("backbone", "sft", "writers", "evaluate", "serve"),
+    *("tokenizer", "prompts", "data", "sampler", "rollout"),
+    *("checkpoint", "export", "folders"),
+    *("backbone", "sft", "writers", "records", "evaluate", "serve"),
+    *("manifest", "compare"),
   ),
   ("coordinator",),
   ("main",),
@@ -48,13 +50,13 @@ ONLY = {
   "environments": {"types", "grading", "retrieval"},
   "grading": {"types", "agents"},  # how a completion is read
   "retrieval": {"types"},
-  "datasets": {"types"},
+  "datasets": {"types", "config", "grading"},  # the last two: the command
 }
 
 # Loaded where they are used, inside functions, or not at all.
 LATE = {
   *("orbax", "transformers", "matplotlib", "tensorboardX", "math_verify"),
-  *("tensorflow_datasets", "wandb"),
+  *("tensorflow_datasets", "wandb", "pyarrow", "fsspec", "huggingface_hub"),
 }
 NEVER = {"torch", "tensorflow", "seqio"}
 

@@ -112,8 +112,8 @@ def test_round_trip_of_states_and_record(tmp_path):
   assert got_run == run == again.run()
   assert_same(got, states)
   assert isinstance(got["solver"], TrainState)
-  one = again.restore_policy(3, "judge", abstract(states["judge"]))
-  assert_same(one, states["judge"])
+  one = again.restore_params(3, "judge", abstract(states["judge"].params))
+  assert_same(one, states["judge"].params)
 
 
 @pytest.mark.quick
@@ -370,7 +370,7 @@ def resolved(**changes):
       },
       "orchestra": {"name": "math"},
       "environment": {"name": "math"},
-      "data": {"source": {"name": "arithmetic"}},
+      "data": {"sources": {"arithmetic": {}}},
     }
   )
   tree = config_lib.to_dict(config)
@@ -388,7 +388,7 @@ def test_free_changes_are_returned():
   now = resolved(
     steps=7,
     eval__every=3,
-    eval__source={"name": "gsm8k", "split": "test", "options": {}},
+    eval__sources={"gsm8k": {"split": "test", "options": {}}},
     logging__transcripts_mb=1.0,
     checkpoint__keep=9,
     placement__strategy="split",
@@ -398,7 +398,7 @@ def test_free_changes_are_returned():
   assert {c.kind for c in changes} == {"free"}
   by_key = {c.key: (c.old, c.new) for c in changes}
   assert by_key["steps"] == (100, 7)
-  assert by_key["eval.source.name"] == ("(absent)", "gsm8k")
+  assert by_key["eval.sources.gsm8k.split"] == ("(absent)", "test")
   assert by_key["placement.strategy"] == ("shared", "split")
   assert compare_config(now, now) == []
 

@@ -28,7 +28,7 @@ RAW = {
   },
   "orchestra": {"name": "math"},
   "environment": {"name": "math"},
-  "data": {"source": {"name": "own_team.tasks"}},
+  "data": {"sources": {"own": {"name": "own_team.tasks"}}},
 }
 
 
@@ -65,7 +65,7 @@ def read(write):
 
   def read(*overrides, mode="train", raw=RAW):
     raw = copy.deepcopy(raw)
-    raw["data"]["source"] = {"name": "own_team.simple"}
+    raw["data"]["sources"]["own"] = {"name": "own_team.simple"}
     path = write(f"def get_config():\n  return {raw!r}\n")
     return config_lib.read(path, overrides, mode)
 
@@ -198,8 +198,8 @@ WRONG = [
     "verifier",
   ),
   (
-    "agents.solver.role=math.cut",
-    "agents.solver.role: 'math' has no role 'cut'; allowed are solver, "
+    "agents.solver.role=math.find_block",
+    "agents.solver.role: 'math' has no role 'find_block'; allowed are solver, "
     "verifier",
   ),
   (
@@ -233,8 +233,8 @@ WRONG = [
     "environment.name: 'own_team.empty' has no make; define it",
   ),
   (
-    "data.source.name=own_tasks",
-    "data.source.name: 'own_tasks' not found; allowed are…",
+    "data.sources.own.name=own_tasks",
+    "data.sources.own.name: 'own_tasks' not found; allowed are…",
   ),
   (
     "advantage.name=agentwise",
@@ -290,14 +290,20 @@ WRONG = [
     "one of 'approve', 'reject'",
   ),
   (
-    "data.source.name=own_team.tasks",
-    "data.source.options.kind: missing; add it",
+    "data.sources.own.name=own_team.tasks",
+    "data.sources.own.options.kind: missing; add it",
   ),
   # -- across keys
   (
     "agents.solver.max_tokens=1024",
     "agents.solver.max_tokens: 1024 leaves no room for a prompt; write less "
     "than policies.alice.engine.max_length=1024",
+  ),
+  (
+    "agents.solver.max_prompt_tokens=513",
+    "agents.solver.max_prompt_tokens: 513 is more than the 512 that "
+    "max_tokens=512, engine.max_length=1024 and engine.prefill_buckets leave; "
+    "write at most that, or raise engine.max_length",
   ),
   (
     "agents.solver.sampling.temperature=0",
@@ -402,10 +408,10 @@ def test_modes_need_different_things(read):
 def test_sft_needs_demonstrations(read):
   [line] = lines(read, mode="sft")
   assert line == (
-    "data.source.name: 'own_team.simple' has no demonstrations; define it, "
-    "as --mode=sft needs it"
+    "data.sources.own.name: 'own_team.simple' has no demonstrations; define "
+    "it, as --mode=sft needs it"
   )
-  arithmetic = "data.source.name=arithmetic"
+  arithmetic = "data.sources.own.name=arithmetic"
   assert read(arithmetic, mode="sft").sft.steps == 500
   [line] = lines(read, arithmetic, "sft.options.solver_nois=0", mode="sft")
   assert line.endswith("did you mean 'solver_noise'?")
@@ -524,7 +530,9 @@ def test_table_names_are_the_tables():
 
 
 def test_check_is_light(root, tmp_path):
-  raw = copy.deepcopy(RAW) | {"data": {"source": {"name": "own_team.simple"}}}
+  raw = copy.deepcopy(RAW) | {
+    "data": {"sources": {"own": {"name": "own_team.simple"}}}
+  }
   code = (
     "import json, sys; from drmas_jax import config as c; "
     "c.check(c.build(json.load(sys.stdin))); print(*sys.modules)"

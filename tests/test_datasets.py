@@ -1,16 +1,25 @@
-"""Generated arithmetic, and public sets through the one builder."""
+"""Generated sums and arithmetic, public sets, and rows of one's own."""
 
+import collections
 import json
 import re
+import signal
 import subprocess
 import sys
+import types
+import typing
 
+import fsspec
+import fsspec.implementations.memory
+import huggingface_hub
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from drmas_jax import data
+from drmas_jax import config, data
 from drmas_jax.agents import math as agents
-from drmas_jax.datasets import arithmetic, gsm8k
+from drmas_jax.datasets import arithmetic, own, public, sums
 from drmas_jax.grading import math as grading
 
 
@@ -91,7 +100,8 @@ def test_an_index_outside_is_refused():
 
 def _demonstrations(num, **options):
   rng = np.random.default_rng(0)
-  tasks = data.Stream(arithmetic.make("train"), seed=0).tasks(0, num)
+  stream = data.Stream({"arithmetic": arithmetic.make("train")}, seed=0)
+  tasks = stream.tasks(0, num)
   return [
     (task, arithmetic.demonstrations(task, rng, **options)) for task in tasks
   ]
@@ -145,71 +155,688 @@ def test_demonstrations_are_a_function_of_the_generator():
   assert _demonstrations(20) == _demonstrations(20)
 
 
+# -- sums ----------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+  ("options", "sizes"),
+  [
+    ({}, (2 * 90**2 - 1620, 1620)),
+    ({"digits": 1, "operators": "*"}, (73, 8)),
+    ({"num_terms": 3, "operators": "*+-", "num_tasks": 3000}, (3000, 10_000)),
+    ({"num_terms": 6, "digits": 4, "num_tasks": 500}, (500, 10_000)),
+  ],
+)
+def test_sums(options, sizes):
+  splits = [sums.make(split, **options) for split in ("train", "test")]
+  assert tuple(map(len, splits)) == sizes
+  rows = [split[i] for split in splits for i in range(len(split))]
+  assert len({row["question"] for row in rows}) == len(rows)
+  digits, signs = options.get("digits", 2), options.get("operators", "+-")
+  term = rf"[1-9]\d{{{digits - 1}}}"
+  form = re.compile(
+    rf"{term}( [{re.escape(signs)}] {term})"
+    rf"{{{options.get('num_terms', 2) - 1}}}"
+  )
+  for row in rows:
+    assert form.fullmatch(row["question"])
+    assert row["answer"] == str(eval(row["question"]))
+
+
+@pytest.mark.quick
+def test_terms_and_operators_of_sums_are_spread():
+  # Of the test split, all and at its start, from which evaluations take.
+  source = sums.make("test", num_terms=3, operators="+-*")
+  for num, tolerance in ((len(source), 0.05), (300, 0.25)):
+    rows = [source[i]["question"].split() for i in range(num)]
+    for place in range(0, 5, 2):
+      tens = collections.Counter(row[place][0] for row in rows)
+      assert len(tens) == 9
+      assert max(tens.values()) < (1 + 2 * tolerance) * num / 9
+    for place in (1, 3):
+      counts = collections.Counter(row[place] for row in rows)
+      assert all(
+        abs(c - num / 3) < tolerance * num / 3 for c in counts.values()
+      )
+
+
+@pytest.mark.quick
+def test_fingerprints_of_generated_sets():
+  made = [
+    sums.make("train"),
+    sums.make("test"),
+    sums.make("train", num_terms=3),
+    sums.make("train", digits=1),
+    sums.make("train", operators="+"),
+    sums.make("train", num_tasks=5),
+    arithmetic.make("train"),
+    arithmetic.make("train", modulus=9),
+  ]
+  prints = [source.fingerprint for source in made]
+  assert len(set(prints)) == len(prints)
+  # Operators in another order are the same questions.
+  assert sums.make("train", operators="-+").fingerprint == prints[0]
+  assert sums.make("train", operators="-+")[7] == made[0][7]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+  ("split", "options", "message"),
+  [
+    ("val", {}, "split='val' is not allowed; it has train, test"),
+    ("train", {"num_terms": 1}, "num_terms=1 is not allowed; write one >= 2"),
+    ("train", {"digits": 0}, "digits=0"),
+    ("train", {"digits": 5}, "digits=5 is not allowed; write one <= 4"),
+    ("train", {"num_tasks": 0}, "num_tasks=0"),
+    ("train", {"operators": ""}, "operators=''"),
+    (
+      "train",
+      {"operators": "+/"},
+      "operators='\\+/' is not allowed; write some",
+    ),
+    ("train", {"operators": "++"}, "each once"),
+  ],
+)
+def test_bad_options_of_sums(split, options, message):
+  with pytest.raises(ValueError, match=message):
+    sums.make(split, **options)
+
+
 # -- public sets ---------------------------------------------------------------
 
 READ = """
-import sys
-from drmas_jax.datasets import gsm8k
-source = gsm8k.make(sys.argv[1], data_dir=sys.argv[2], cache_dir=sys.argv[3])
+import json, sys
+from drmas_jax.datasets import public
+make = public.SETS["gsm8k"].make
+source = make(sys.argv[1], data_dir=sys.argv[2], cache_dir=sys.argv[3])
 assert len(source) == 3
-print([(source[i]["question"], source[i]["answer"]) for i in (2, 0, 1)])
+rows = [(source[i]["question"], source[i]["answer"]) for i in (2, 0, 1)]
+print(json.dumps([rows, source.fingerprint]))
 print(sorted({"tensorflow", "jax", "torch"} & set(sys.modules)))
 """
 
 
-def _write(folder, answers):
-  folder.mkdir(exist_ok=True)
+def _python(*args, **kwargs):
+  return subprocess.run(
+    [sys.executable, "-c", *args],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+    **kwargs,
+  )
+
+
+def _lines(path, rows):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _parquet(path, rows):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def _gsm8k(folder, answers):
   for split in ("train", "test"):
     rows = [
       {"id": i, "problem": f"{split} é {i}", "answer": answer, "solution": "?"}
       for i, answer in enumerate(answers)
     ]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / f"gsm8k_{split}.jsonl").write_text(text)
+    _lines(folder / f"gsm8k_{split}.jsonl", rows)
 
 
-def test_gsm8k_is_built_and_read_without_tensorflow(tmp_path):
-  _write(tmp_path / "in", ["1", "1,000", "-3"])
+def _make(name, split, folder, tmp_path):
+  cache = str(tmp_path / "cache")
+  return public.SETS[name].make(split, data_dir=str(folder), cache_dir=cache)
+
+
+def _all(source):
+  return [source[i] for i in range(len(source))]
+
+
+def test_a_set_is_built_and_read_without_tensorflow(tmp_path):
+  _gsm8k(tmp_path / "in", ["1", "1,000", "-3"])
+  seen = set()
   for _ in ("build", "read"):
-    done = subprocess.run(
-      [sys.executable, "-c", READ, "test", tmp_path / "in", tmp_path / "out"],
-      capture_output=True,
-      text=True,
-      timeout=120,
-      check=False,
-    )
+    done = _python(READ, "test", tmp_path / "in", tmp_path / "out")
     assert done.returncode == 0, done.stderr[-2000:]
-    rows, loaded = done.stdout.splitlines()[-2:]
-    assert eval(rows) == [
-      ("test é 2", "-3"),
-      ("test é 0", "1"),
-      ("test é 1", "1,000"),
+    assert done.stderr == ""  # no bar where no terminal shows it
+    rows, loaded = done.stdout.splitlines()
+    seen.add(rows)
+    assert json.loads(rows)[0] == [
+      ["test é 2", "-3"],
+      ["test é 0", "1"],
+      ["test é 1", "1000"],
     ]
     assert loaded == "[]"
+  assert len(seen) == 1
 
 
 def test_a_changed_file_is_built_anew(tmp_path):
-  for answers in (["1", "2"], ["3", "4", "5"]):
-    _write(tmp_path / "in", answers)
-    source = gsm8k.make(
-      "train", data_dir=str(tmp_path / "in"), cache_dir=str(tmp_path / "out")
-    )
-    assert [source[i]["answer"] for i in range(len(source))] == answers
+  prints = set()
+  for answers in (["1", "2"], ["3", "4", "5"], ["3", "4", "6"]):
+    _gsm8k(tmp_path / "in", answers)
+    source = _make("gsm8k", "train", tmp_path / "in", tmp_path)
+    assert [row["answer"] for row in _all(source)] == answers
+    prints.add(source.fingerprint)
+  assert len(prints) == 3
 
 
 def test_what_is_missing_is_named(tmp_path):
   with pytest.raises(ValueError, match=r"data_dir=.*gsm8k_train\.jsonl"):
-    gsm8k.make("train", data_dir=str(tmp_path))
+    _make("gsm8k", "train", tmp_path, tmp_path)
   with pytest.raises(ValueError, match=r"split='dev'.*train, test"):
-    gsm8k.make("dev", data_dir=str(tmp_path))
+    _make("gsm8k", "dev", tmp_path, tmp_path)
+  with pytest.raises(ValueError, match=r"split='train'.*aime24 has test$"):
+    _make("aime24", "train", tmp_path, tmp_path)
 
 
-def test_the_real_gsm8k(shared, tmp_path):
+# What each repository of the hub has in a row, and what becomes of it.
+_QA = {"question": "q", "golden_answers": ["a", "b"], "id": "test_0"}
+HUB = {
+  "dapo_math": (
+    {
+      "prompt": [
+        {
+          "role": "user",
+          "content": "How many?\n\nLet's think step by step and output the "
+          "final answer within \\boxed{}.",
+        }
+      ],
+      "ability": "math",
+      "reward_model": {"ground_truth": "34", "style": "rule"},
+    },
+    ("How many?", "34"),
+  ),
+  "math": ({"question": "q", "answer": "(3,4)"}, ("q", "(3,4)")),
+  "gsm8k": (
+    {"question": "q", "answer": "So 1+1=2.\n#### 1,234"},
+    ("q", "1234"),
+  ),
+  "aime24": ({"id": 60, "problem": "p", "answer": "025"}, ("p", "025")),
+  "aime25": ({"problem_idx": 1, "problem": "p", "answer": 70}, ("p", "70")),
+  "amc23": (
+    {"id": 0, "problem": "p", "answer": 27.0, "question": "other"},
+    ("p", "27"),
+  ),
+  "math500": ({"problem": "p", "answer": "p - q", "level": 2}, ("p", "p - q")),
+  "minerva": ({"problem": "p", "answer": "4.5e33"}, ("p", "4.5e33")),
+  "olympiadbench": (
+    {"problem": "p", "answer": ["$69$", "$84$"]},
+    ("p", "$69$, $84$"),
+  ),
+  "nq_hotpotqa": (_QA | {"data_source": "nq"}, ("q", ["a", "b"])),
+  "two_wiki": (_QA | {"data_source": "2wikimultihopqa"}, ("q", ["a", "b"])),
+} | {
+  name: (_QA | {"data_source": name}, ("q", ["a", "b"]))
+  for name in ("nq", "hotpotqa", "triviaqa", "popqa", "musique", "bamboogle")
+}
+
+
+def _hub_file(name, split):
+  return public.SETS[name].hub[split].pattern.replace("*", "00000-of-00001")
+
+
+@pytest.mark.parametrize("name", public.SETS)
+def test_the_layout_of_the_hub(name, tmp_path, monkeypatch):
+  raw, ours = HUB[name]
+  other = raw | {"data_source": "another"}
+  asked = []
+
+  def snapshot_download(repo, *, repo_type, allow_patterns, etag_timeout):
+    assert repo_type == "dataset" and etag_timeout <= 60
+    asked.append((repo, allow_patterns))
+    return str(tmp_path / repo)
+
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+  row = public.SETS[name]
+  for split in row.splits:
+    file = tmp_path / row.repo / _hub_file(name, split)
+    write = _lines if file.suffix == ".jsonl" else _parquet
+    write(file, [other, raw] if row.hub[split].data_source else [raw])
+  for split in row.splits:
+    source = row.make(split, cache_dir=str(tmp_path / "cache"))
+    [found] = _all(source)
+    assert (found["question"], found["answer"]) == ours
+    assert asked[-1] == (row.repo, [row.hub[split].pattern])
+    # A snapshot in the folder gives the same rows, under either name.
+    same = _make(name, split, tmp_path, tmp_path)
+    assert same.fingerprint == source.fingerprint
+    owner = tmp_path / row.repo.partition("/")[0]
+    assert _make(name, split, owner, tmp_path).fingerprint == same.fingerprint
+
+
+@pytest.mark.parametrize("folder", ["", "drmas_math"])
+def test_the_layout_of_the_authors(folder, tmp_path):
+  def prepared(name, question, answer):
+    fields = {"ground_truth": answer, "question": question}
+    return {
+      "data_source": name,
+      "prompt": [{"role": "user", "content": "?"}],
+      "reward_model": {"style": "rule", "ground_truth": "?"},
+      "env_kwargs": fields | {"data_source": name},
+    }
+
+  _parquet(
+    tmp_path / folder / "test.parquet",
+    [prepared("math500", "m", "1"), prepared("aime24", "a", "2")],
+  )
+  _parquet(
+    tmp_path / folder / "train.parquet", [prepared("dapo_filter", "d", "3")]
+  )
+  for name, split, question, answer in (
+    ("math500", "test", "m", "1"),
+    ("aime24", "test", "a", "2"),
+    ("dapo_math", "train", "d", "3"),
+  ):
+    [row] = _all(_make(name, split, tmp_path, tmp_path))
+    assert row == {"question": question, "answer": answer, "info": {}}
+  with pytest.raises(
+    ValueError, match="no rows with data_source='amc23'; it has aime24, math500"
+  ):
+    _make("amc23", "test", tmp_path, tmp_path)
+
+
+def test_search_rows_of_the_authors(tmp_path):
+  golds = {"target": ["a", "b"]}
+  row = {
+    "data_source": "hotpotqa",
+    "env_kwargs": {"ground_truth": golds, "question": "q"},
+    "metadata": None,
+  }
+  _parquet(tmp_path / "drmas_search" / "train.parquet", [row])
+  [found] = _all(_make("nq_hotpotqa", "train", tmp_path, tmp_path))
+  assert found == {
+    "question": "q",
+    "answer": ["a", "b"],
+    "info": {"data_source": "hotpotqa"},
+  }
+
+
+def test_parts_of_a_split_are_read_in_order(tmp_path):
+  folder = tmp_path / "gsm8k" / "main"
+  for i in (1, 0):
+    _parquet(
+      folder / f"train-0000{i}-of-00002.parquet",
+      [{"question": f"q{i}", "answer": str(i)}],
+    )
+  rows = _all(_make("gsm8k", "train", tmp_path, tmp_path))
+  assert [row["question"] for row in rows] == ["q0", "q1"]
+
+
+@pytest.mark.parametrize(
+  ("raw", "ours"),
+  [
+    ("['9.6\\n']", "9.6"),
+    ("['6630.65\\n', '6630\\n']", "6630"),
+    (r"['\\frac{1}{2}']", r"\frac{1}{2}"),
+    ("[0,1]", "[0,1]"),
+    ("[0,\\infty)", "[0,\\infty)"),
+    ("__import__('os')", "__import__('os')"),
+  ],
+)
+def test_answers_of_minerva(raw, ours, tmp_path):
+  _lines(tmp_path / "minerva.jsonl", [{"problem": "p", "answer": raw}])
+  [row] = _all(_make("minerva", "test", tmp_path, tmp_path))
+  assert row["answer"] == ours
+
+
+def test_the_suffix_of_dapo_goes_and_nothing_else(tmp_path):
+  end = (
+    "let's  think step by step and output the final answer within \\boxed{}."
+  )
+  asked = [
+    "Let's think step by step. How many?",
+    "x" + "\\n\\n" + end,
+    end + " y",
+  ]
+  _lines(
+    tmp_path / "dapo_math.jsonl", [{"problem": q, "answer": 1} for q in asked]
+  )
+  rows = _all(_make("dapo_math", "train", tmp_path, tmp_path))
+  assert [row["question"] for row in rows] == [asked[0], "x", asked[2]]
+
+
+def test_only_math_leaves_rows_without_an_answer_out(tmp_path):
+  rows = [{"problem": "a", "answer": ""}, {"problem": "b", "answer": "2"}]
+  for file in ("math_train", "amc23"):
+    _lines(tmp_path / f"{file}.jsonl", rows)
+  [row] = _all(_make("math", "train", tmp_path, tmp_path))
+  assert row["question"] == "b"
+  with pytest.raises(
+    ValueError, match=r"amc23\.jsonl: row 0: the answer is ''"
+  ):
+    _make("amc23", "test", tmp_path, tmp_path)
+
+
+def test_columns_that_do_not_fit_are_named(tmp_path):
+  _lines(tmp_path / "aime24.jsonl", [{"Problem": "p", "Answer": "1"}])
+  for _ in range(2):  # nothing half is left by the first
+    with pytest.raises(ValueError) as caught:
+      _make("aime24", "test", tmp_path, tmp_path)
+    text = str(caught.value)
+    assert "aime24.jsonl: row 0: has the columns Problem, Answer; the " in text
+    assert "is expected in env_kwargs.ground_truth or answer" in text
+  (tmp_path / "aime25.jsonl").write_text("")
+  with pytest.raises(ValueError, match=r"aime25\.jsonl: no rows"):
+    _make("aime25", "test", tmp_path, tmp_path)
+  (tmp_path / "test.parquet").write_text("not parquet")
+  with pytest.raises(ValueError, match=r"test\.parquet: not a parquet file"):
+    _make("amc23", "test", tmp_path, tmp_path)
+
+
+def test_no_hub(tmp_path):
+  # conftest.py keeps the hub's library off the network.
+  with pytest.raises(ValueError) as caught:
+    public.SETS["aime24"].make("test", cache_dir=str(tmp_path))
+  text = str(caught.value)
+  assert text.startswith("data_dir='hub': HuggingFaceH4/aime_2024 could not")
+  assert "write data_dir=FOLDER" in text
+
+
+def test_a_folder_in_a_bucket(tmp_path, monkeypatch):
+  class Bucket(fsspec.implementations.memory.MemoryFileSystem):
+    protocol = ("gs",)
+    store: typing.ClassVar = {}
+    pseudo_dirs: typing.ClassVar = [""]
+    read: typing.ClassVar = []
+
+    @classmethod
+    def _strip_protocol(cls, path):
+      return "/" + path.removeprefix("gs://").strip("/")
+
+    def get_file(self, path, *args, **kwargs):
+      self.read.append(path)
+      return super().get_file(path, *args, **kwargs)
+
+  fsspec.register_implementation("gs", Bucket, clobber=True)
+  try:
+    bucket = fsspec.filesystem("gs")
+    text = json.dumps({"problem": "p", "answer": "1"}) + "\n"
+    bucket.pipe("gs://b/data/aime24.jsonl", text.encode())
+    for _ in range(2):
+      [row] = _all(_make("aime24", "test", "gs://b/data", tmp_path))
+      assert row["question"] == "p"
+    assert len(Bucket.read) == 1  # copied once
+    bucket.pipe("gs://b/data/aime24.jsonl", text.replace("1", "2").encode())
+    [row] = _all(_make("aime24", "test", "gs://b/data", tmp_path))
+    assert row["answer"] == "2"
+    with pytest.raises(
+      ValueError, match=r"data_dir='gs://b/data' has no amc23"
+    ):
+      _make("amc23", "test", "gs://b/data", tmp_path)
+  finally:
+    fsspec.register_implementation("gs", "gcsfs.GCSFileSystem", clobber=True)
+
+
+KILLED = """
+import os, signal, sys
+from drmas_jax.datasets import public
+rows = public.PublicSet._rows
+def dying(self, *args):
+  for i, row in enumerate(rows(self, *args)):
+    if i == int(sys.argv[3]):
+      os.kill(os.getpid(), signal.SIGKILL)
+    yield row
+public.PublicSet._rows = dying
+public.SETS["gsm8k"].make("train", data_dir=sys.argv[1], cache_dir=sys.argv[2])
+"""
+
+
+def test_a_killed_build_leaves_nothing_half(tmp_path):
+  _gsm8k(tmp_path / "in", [str(i) for i in range(50)])
+  done = _python(KILLED, tmp_path / "in", tmp_path / "cache", "30")
+  assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+  assert list((tmp_path / "cache").rglob("*incomplete*"))  # it had begun
+  source = _make("gsm8k", "train", tmp_path / "in", tmp_path)
+  assert [int(row["answer"]) for row in _all(source)] == list(range(50))
+  assert not list((tmp_path / "cache").rglob("*incomplete*"))
+
+
+def test_two_processes_build_one(tmp_path):
+  _gsm8k(tmp_path / "in", ["1", "2", "3"])
+  args = [
+    sys.executable,
+    "-c",
+    READ,
+    "train",
+    tmp_path / "in",
+    tmp_path / "out",
+  ]
+  both = [
+    subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for _ in range(2)
+  ]
+  outs = [process.communicate(timeout=120) for process in both]
+  assert [p.returncode for p in both] == [0, 0], outs
+  assert outs[0][0] == outs[1][0]
+  assert len(list((tmp_path / "out").glob("gsm8k-train-*/"))) == 1
+
+
+def test_a_lock_is_waited_for_with_a_limit(tmp_path, monkeypatch):
+  monkeypatch.setattr(public, "_LOCK_TIMEOUT_S", 0.2)
+  path = tmp_path / "x.lock"
+  with (
+    public._locked(path),
+    pytest.raises(ValueError, match=r"cache_dir: .*x\.lock for 0\.2 s"),
+    public._locked(path),
+  ):
+    pass
+  with public._locked(path):  # it was given back
+    pass
+
+
+def test_the_table_stands_beside_the_files(root):
+  files = {p.stem for p in (root / "drmas_jax" / "datasets").glob("*.py")}
+  assert not files & set(public.SETS)
+  for name, row in public.SETS.items():
+    assert name.isidentifier() and row.name == name
+    assert set(row.files) == set(row.hub) <= {"train", "test"}
+    assert config.load_module("datasets", name) is row
+  with pytest.raises(config.ConfigError, match=r"aime24, .*arithmetic.*own"):
+    config.load_module("datasets", "aime2024")
+
+
+def test_the_real_rows(shared, tmp_path):
+  """Numbers of the paper's sets, where the files are whole."""
   folder = shared / "data" / "math"
-  source = gsm8k.make("test", data_dir=str(folder), cache_dir=str(tmp_path))
-  lines = (folder / "gsm8k_test.jsonl").read_text().splitlines()
-  assert len(source) == len(lines) == 1319
+  whole = {
+    ("gsm8k", "train"): 7473,
+    ("gsm8k", "test"): 1319,
+    ("math", "train"): 7472,
+    ("aime24", "test"): 30,
+    ("aime25", "test"): 30,
+    ("amc23", "test"): 40,
+    ("math500", "test"): 500,
+    ("minerva", "test"): 272,
+    ("olympiadbench", "test"): 675,
+  }
+  for (name, split), num in whole.items():
+    source = _make(name, split, folder, tmp_path)
+    assert len(source) == num, name
+    assert all(isinstance(source[i]["answer"], str) for i in range(0, num, 9))
+  rows = [
+    json.loads(line)
+    for line in (folder / "gsm8k_test.jsonl").read_bytes().splitlines()
+  ]
+  source = _make("gsm8k", "test", folder, tmp_path)
   for i in (0, 700, 1318):
-    row = json.loads(lines[i])
-    assert source[i] == {"question": row["problem"], "answer": row["answer"]}
-    assert grading.grade(rf"\boxed{{{row['answer']}}}", source[i]["answer"])
+    wanted = (rows[i]["problem"], rows[i]["answer"])
+    assert (source[i]["question"], source[i]["answer"]) == wanted
+  for name in ("nq", "hotpotqa", "triviaqa", "popqa", "two_wiki", "musique"):
+    source = _make(name, "test", shared / "data" / "qa", tmp_path)
+    assert len(source) >= 1000
+    assert all(isinstance(source[i]["answer"], list) for i in range(0, 1000, 9))
+  assert (
+    len(_make("bamboogle", "test", shared / "data" / "qa", tmp_path)) == 125
+  )
+
+
+# -- rows of one's own ---------------------------------------------------------
+
+ROWS = [
+  {"question": "1+1", "answer": 2, "meta": {"level": "easy"}},
+  {
+    "question": "a\u2028b\u0085c\rd",
+    "answer": ["x", " y "],
+    "meta": {"level": 1},
+  },
+  {"question": "half?", "answer": 0.5, "meta": {"level": None}},
+]
+OURS = [
+  {"question": "1+1", "answer": "2", "info": {"how": "easy"}},
+  {
+    "question": "a\u2028b\u0085c\rd",
+    "answer": ["x", "y"],
+    "info": {"how": 1},
+  },
+  {"question": "half?", "answer": "0.5", "info": {"how": None}},
+]
+INFO = {"how": "meta.level"}
+
+
+class _Squares:
+  """Rows that are made when asked for."""
+
+  fingerprint = "squares"
+
+  def __len__(self):
+    return 10**9
+
+  def __getitem__(self, index):
+    return {"question": f"{index}^2", "answer": index**2}
+
+
+@pytest.fixture
+def module(monkeypatch):
+  found = types.ModuleType("my_rows")
+  found.ROWS = ROWS
+  found.SQUARES = _Squares()
+  found.NUMBER = 3
+  monkeypatch.setitem(sys.modules, "my_rows", found)
+  return found
+
+
+@pytest.mark.quick
+def test_own_rows_are_the_same_from_every_place(tmp_path, module):
+  text = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
+  (tmp_path / "train.jsonl").write_bytes(text.replace("\n", "\r\n\n").encode())
+  as_text = [ROWS[0] | {"answer": "2"}, ROWS[2] | {"answer": "0.5"}]
+  _parquet(tmp_path / "train.parquet", [r | {"meta": None} for r in as_text])
+  lines = own.make("train", rows=f"{tmp_path}/{{split}}.jsonl", info=INFO)
+  objects = own.make("train", rows={"train": "my_rows:ROWS"}, info=INFO)
+  assert _all(lines) == _all(objects) == OURS
+  assert lines.fingerprint == objects.fingerprint
+  table = own.make("train", rows=f"{tmp_path}/{{split}}.parquet")
+  assert _all(table) == [row | {"info": {}} for row in (OURS[0], OURS[2])]
+  other = own.make("train", rows={"train": "my_rows:ROWS"})
+  assert other.fingerprint != objects.fingerprint
+  with pytest.raises(IndexError, match=r"index 3 is not in \[0, 3\)"):
+    objects[3]
+
+
+@pytest.mark.quick
+def test_own_rows_and_a_public_set_of_them_have_one_fingerprint(tmp_path):
+  _lines(tmp_path / "aime24.jsonl", [{"problem": "p", "answer": 7}])
+  mine = own.make(
+    "test", rows={"test": f"{tmp_path}/aime24.jsonl"}, question="problem"
+  )
+  made = _make("aime24", "test", tmp_path, tmp_path)
+  assert mine.fingerprint == made.fingerprint
+
+
+@pytest.mark.quick
+def test_rows_that_name_their_content_are_not_read(module):
+  source = own.make("test", rows={"test": "my_rows:SQUARES"})
+  assert len(source) == 10**9
+  assert source[12345]["answer"] == str(12345**2)
+  other = own.make(
+    "test", rows={"test": "my_rows:SQUARES"}, info={"q": "answer"}
+  )
+  assert source.fingerprint != other.fingerprint
+
+
+@pytest.mark.quick
+def test_a_big_file_is_not_held_in_memory(tmp_path):
+  path = tmp_path / "big.jsonl"
+  _lines(path, [{"question": str(i), "answer": i} for i in range(5000)])
+  rows = own.JsonLines(path)
+  held = sum(
+    sys.getsizeof(value)
+    for name, value in vars(rows).items()
+    if name != "_path"
+  )
+  assert held < path.stat().st_size
+  assert rows[4321] == {"question": "4321", "answer": 4321}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+  ("text", "options", "message"),
+  [
+    (
+      '{"question": "q"}',
+      {},
+      "t.jsonl:1: no field 'answer'; it has question; ",
+    ),
+    ("\n\n{oops", {}, r"t\.jsonl:3: not JSON \(Expecting"),
+    ("[1]", {}, r"t\.jsonl:1: list, not a JSON object"),
+    (
+      '{"question": "q", "answer": ""}',
+      {},
+      ":1: the answer is ''; write a text",
+    ),
+    ('{"question": "q", "answer": []}', {}, r"the answer is \[\]"),
+    ('{"question": "q", "answer": ["a", " "]}', {}, "the answer is ' '"),
+    ('{"question": "q", "answer": null}', {}, "the answer is None"),
+    ('{"question": "q", "answer": true}', {}, "the answer is True"),
+    ('{"question": " ", "answer": 1}', {}, "the question is ' '; write a text"),
+    (
+      '{"question": "q", "answer": 1, "a": [{"b": 2}]}',
+      {"info": {"x": "a.1.b"}},
+      r"no field 'a\.1\.b'; it has question, answer, a; set info\.x",
+    ),
+    (
+      '{"question": "q", "answer": 1}',
+      {"question": "question.text"},
+      "no field 'question.text'",
+    ),
+  ],
+)
+def test_bad_rows_of_ones_own(text, options, message, tmp_path):
+  (tmp_path / "t.jsonl").write_text(text)
+  with pytest.raises(ValueError, match=message):
+    own.make("t", rows=f"{tmp_path}/{{split}}.jsonl", **options)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+  ("rows", "message"),
+  [
+    ("a.jsonl", r"rows='a\.jsonl' does not say which split .*\{split\}"),
+    (5, "rows=5 does not say"),
+    ({"train": "a.jsonl"}, "split='test' is not allowed; rows has train"),
+    ({"test": "/none/a.jsonl"}, r"/none/a\.jsonl: no such file"),
+    ({"test": "a.csv"}, "rows='a.csv' is not allowed; write the path of"),
+    ({"test": "my_rows:NO"}, "rows='my_rows:NO' cannot be used"),
+    ({"test": "my_rows:NUMBER"}, "rows='my_rows:NUMBER' cannot be used"),
+    ({"test": "no_such_module:ROWS"}, "No module named 'no_such_module'"),
+  ],
+)
+def test_bad_places_of_ones_own_rows(rows, message, module):
+  with pytest.raises(ValueError, match=message):
+    own.make("test", rows=rows)
+
+
+@pytest.mark.quick
+def test_dotted_keys():
+  row = {"a": {"b": [{"c": 1}, 2]}, "a.b": 3}
+  assert own.find(row, "a.b") == 3
+  assert own.find(row, "a") == {"b": [{"c": 1}, 2]}
+  assert own.find({"a": row["a"]}, "a.b.0.c") == 1
+  assert own.find(row["a"], "b.1") == 2
+  for key in ("x", "a.x", "a.c.0", "a.b.x"):
+    with pytest.raises(LookupError):
+      own.find(row if key != "a.b.x" else {"a": row["a"]}, key)

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 from drmas_jax import (
   backbone,
   coordinator,
-  data,
   main,
   placement,
   rewards,
@@ -21,6 +20,7 @@ from drmas_jax import (
   sampling,
 )
 from drmas_jax import config as config_lib
+from drmas_jax.tokenizer import Tokenizer
 from drmas_jax.types import RunError
 
 CONFIG = small_run.ROOT / "tests" / "small_run.py"
@@ -41,11 +41,18 @@ def job(tmp_path_factory):
   return workdir, said
 
 
+def results_of(workdir, step):
+  folder = workdir / "eval" / f"step_{step}"
+  return json.loads((folder / "results.json").read_text())
+
+
 def test_it_leaves_what_a_user_looks_for(job):
   workdir, said = job
-  assert {p.name for p in workdir.iterdir()} == {
+  patch = "manifest_diff.patch"  # where this tree has uncommitted changes
+  assert {p.name for p in workdir.iterdir()} - {patch} == {
     *("config.json", "changes.json", "summary.json", "metrics.jsonl"),
     *("checkpoints", "tensorboard", "transcripts", "report.png"),
+    *("manifest.json", "eval"),
   }
   config = json.loads((workdir / "config.json").read_text())
   assert config["steps"] == 3 and config["policies"]["solver"]["micro_batch"]
@@ -65,12 +72,19 @@ def test_it_leaves_what_a_user_looks_for(job):
 def test_the_summary(job):
   summary = json.loads((job[0] / "summary.json").read_text())
   for when in ("before", "after"):
-    assert summary[when].keys() == {"avg@2", "pass@2"}
-    for mean, low, high in summary[when].values():
-      assert 0 <= low <= mean <= high <= 1
+    assert summary[when].keys() == {"arithmetic", "macro"}
+    for values in summary[when].values():
+      assert values.keys() >= {"avg@2", "pass@2"}
+      for mean, low, high in values.values():
+        assert 0 <= low <= mean <= high <= 1
   found = small_run.metrics(job[0])
-  assert summary["before"]["avg@2"][0] == found[0, "eval/avg@2"]
-  assert summary["after"]["avg@2"][0] == found[3, "eval/avg@2"]
+  assert summary["before"]["macro"]["avg@2"][0] == found[0, "eval/avg@2"]
+  assert summary["after"]["macro"]["avg@2"][0] == found[3, "eval/avg@2"]
+  for step, when in ((0, "before"), (3, "after")):
+    results = results_of(job[0], step)
+    assert results["summary"] == summary[when] and results["k"] == 2
+    names = {"solver", "verifier"}
+    assert results["agents"].keys() == results["sampling"].keys() == names
   assert summary["deterministic"] is True
   assert summary["steps"] == 3 and summary["best_step"] in (2, 3)
   assert summary["cpu_seconds"] > 1
@@ -189,16 +203,21 @@ def get_config():
   return path
 
 
-def test_two_policies_on_disjoint_slices(tmp_path):
+def test_two_policies_on_disjoint_slices(tmp_path, monkeypatch, capsys):
   """And a step in which all rewards are equal (rule 12): one token is no
-  answer, so nobody is right and nobody is updated."""
+  answer, so nobody is right and nobody is updated, which is said (M16)."""
+  monkeypatch.setattr(coordinator, "_FIRST", 2)
   workdir = tmp_path / "run"
   assert call(workdir, SPLIT, "--config.steps=2") == 0
+  assert "WARNING" not in capsys.readouterr().err
   trained = small_run.state(workdir, 2)
   assert trained["solver", "['step']"] + trained["verifier", "['step']"] > 0
   mute = [f"--config.agents.{a}.max_tokens=1" for a in ("solver", "verifier")]
   allow = [f"--allow_change=agents.{a}" for a in ("solver", "verifier")]
   assert call(workdir, SPLIT, "--config.steps=4", *mute, *allow) == 0
+  said = capsys.readouterr().err
+  assert "WARNING: every reward of the first 2 batches is 0" in said
+  assert "solver 100%, verifier 100%; raise agents.*.max_tokens" in said
   small_run.assert_equal(small_run.state(workdir, 4), trained)
   found = small_run.metrics(workdir)
   for step in (3, 4):
@@ -211,23 +230,92 @@ def test_two_policies_on_disjoint_slices(tmp_path):
 
 
 def test_eval_mode_leaves_a_run_alone(job, tmp_path, capsys):
+  """More episodes of more tasks than the run's own, where there would be no
+  room for its optimizer."""
   workdir = shutil.copytree(job[0], tmp_path / "copy")
   before = {p.name: p.stat().st_mtime_ns for p in workdir.iterdir()}
-  assert call(workdir, SPLIT, "--mode=eval", "--config.eval.num_tasks=8") == 0
-  result = json.loads((workdir / "eval.json").read_text())
-  assert result["step"] == 3 and result["num_tasks"] == 8
-  mean, low, high = result["result"]["avg@2"]
+  tight = (SPLIT, "--config.placement.device_memory_gb=0.01")
+  assert call(tmp_path / "new", *tight) == 2
+  more = ("--config.eval.final_num_tasks=8", "--config.eval.final_k=3")
+  assert call(workdir, *tight, "--mode=eval", *more) == 0
+  result = results_of(workdir, 3)
+  assert result["step"] == 3 and result["k"] == 3
+  assert result["sources"]["arithmetic"]["questions"] == list(range(8))
+  mean, low, high = result["summary"]["arithmetic"]["avg@3"]
   assert 0 <= low <= mean <= high <= 1
-  assert json.loads(capsys.readouterr().out) == result
+  said = capsys.readouterr().out
+  assert "# Evaluation of step_3" in said and f"{mean:.3f} [{low:.3f}" in said
   after = {p.name: p.stat().st_mtime_ns for p in workdir.iterdir()}
-  assert after.pop("eval.json") and after == before
+  assert after == before
+  # Its own final evaluation is the first episodes of the first tasks.
+  own = results_of(job[0], 3)["sources"]["arithmetic"]["success"]
+  success = result["sources"]["arithmetic"]["success"]
+  assert [row[:2] for row in success[:4]] == own
 
 
-def test_eval_mode_with_frozen_policies_and_no_run(tmp_path, capsys):
+def test_eval_mode_of_an_older_step(job, tmp_path, capsys):
+  assert call(tmp_path / "new", "--mode=eval", "--step=7") == 2
+  said = capsys.readouterr().err
+  assert "has no step '7'; allowed are none" in said
+  workdir = shutil.copytree(job[0], tmp_path / "run")
+  for step, code in (("2", 0), ("7", 2)):
+    assert call(workdir, SPLIT, "--mode=eval", f"--step={step}") == code
+  assert results_of(workdir, 2)["step"] == 2
+  said = capsys.readouterr().err
+  assert "has no step '7'; allowed are 2, 3, best" in said
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("flag", ["--step=2", "--fresh"])
+def test_flags_of_eval_mode_alone(tmp_path, capsys, flag):
+  assert call(tmp_path, flag) == 2
+  assert "has no effect with --mode=train" in capsys.readouterr().err
+
+
+def test_eval_mode_with_frozen_policies_and_no_run(tmp_path):
   frozen = freeze(tmp_path, "solver", "verifier")
   assert call(tmp_path / "new", SPLIT, "--mode=eval", config=frozen) == 0
-  assert json.loads(capsys.readouterr().out)["step"] == 0
-  assert {p.name for p in (tmp_path / "new").iterdir()} == {"eval.json"}
+  assert [p.name for p in (tmp_path / "new").iterdir()] == ["eval"]
+  names = {p.name for p in (tmp_path / "new" / "eval" / "step_0").iterdir()}
+  names.discard("manifest_diff.patch")  # of what is not committed here
+  assert names == {
+    *("results.json", "results.md", "episodes.jsonl", "identity.json")
+  }
+  result = results_of(tmp_path / "new", 0)
+  assert result["step"] == 0
+  assert result["policies"] == {
+    "solver": "tiny:solver",
+    "verifier": "tiny:verifier",
+  }
+
+
+def test_eval_mode_of_a_single_agent(job, tmp_path):
+  """The solver of the team, alone."""
+  path = tmp_path / "single.py"
+  path.write_text("""
+import small_run
+
+def get_config():
+  config = small_run.get_config()
+  del config.policies.verifier, config.agents.verifier
+  config.orchestra = dict(name="single")
+  return config
+""")
+  workdir = shutil.copytree(job[0], tmp_path / "run")
+  assert call(workdir, "--mode=eval", config=path) == 0
+  result = results_of(workdir, 3)
+  assert result["policies"] == {"solver": "checkpoint 3"}
+  assert result["agents"]["solver"]["turns"] == 1
+
+
+def test_eval_mode_of_a_mixed_team(job, tmp_path):
+  """A trained solver of another run with the verifier as it came."""
+  workdir = tmp_path / "mix"
+  saved = f"run:{job[0]}/solver@3"
+  key = "--config.policies.solver.checkpoint"
+  assert call(workdir, SPLIT, "--mode=eval", f"{key}={saved}") == 0
+  result = results_of(workdir, 0)
+  assert result["policies"] == {"solver": saved, "verifier": "tiny:verifier"}
 
 
 def test_a_frozen_policy_takes_part_and_stays(tmp_path):
@@ -283,8 +371,7 @@ def play(config, backbones):
   made = rollout.Rollout(
     rollout.Team(config), {n: b.sampler for n, b in backbones.items()}, config
   )
-  source = coordinator._source(config.data.source)
-  tasks = data.Stream(source, config.seed).tasks(0, config.data.num_tasks)
+  tasks = coordinator._stream(config).tasks(0, config.data.num_tasks)
   key = sampling.root_key(config.seed, "train")
   try:
     return made.collect(tasks, config.data.group_size, key)
@@ -403,8 +490,16 @@ def refused(tmp_path, capsys, *flags):
       ),
     ),
     (
-      "--config.data.source.options.num_operands=0",
+      "--config.data.sources.arithmetic.options.num_operands=0",
       ("data source 'arithmetic'", "num_operands=0"),
+    ),
+    (
+      "--config.policies.solver.chat_template_kwargs.enable_thinking=False",
+      (
+        "policies.solver.chat_template_kwargs.enable_thinking: False would "
+        "change nothing",
+        "allowed are none; correct or remove it",
+      ),
     ),
     (
       "--config.agents.solver.policy=nobody",
@@ -487,6 +582,15 @@ def test_a_broken_folder_is_refused(tmp_path, capsys, spoil, message):
   said = refused(tmp_path, capsys, f"--config.{key}={folder}")
   assert message in said
   assert key in said and str(folder) in said
+
+
+@pytest.mark.quick
+def test_stop_ids_are_said_at_the_start(tmp_path, capsys):
+  """Case L12; here of a run that is refused after it."""
+  flag = "--config.data.sources.arithmetic.options.num_operands=0"
+  said = refused(tmp_path, capsys, flag)
+  stops = ", ".join(map(str, Tokenizer.load(TINY / "solver").stop_ids))
+  assert f"solver's completions end at the ids {stops}\n" in said
 
 
 @pytest.mark.quick

@@ -172,6 +172,16 @@ def test_a_reward_per_agent():
   assert found["reward/team"] == 0.5 and found["success/team"] == 0.0
 
 
+def test_rewards_that_cancel_are_rewards():
+  outcome = types.Outcome(0.0, turn_rewards={0: 0.5})
+  one = episode(turn("solver"), reward={"solver": -1.0, "verifier": 1.0})
+  two = types.Episode(TASK, 0, [turn("solver")], outcome=outcome)
+  none = episode(turn("solver"), reward=0.0)
+  found = rollout([one, two, none, lost("reward")])
+  assert found["episodes_rewarded/team"] == 2
+  assert rollout([none])["episodes_rewarded/team"] == 0
+
+
 def test_failed_episodes_are_counted_by_kind():
   late = types.Fault("deadline", "late", wall_clock=True)
   found = rollout(
@@ -300,33 +310,83 @@ def test_baselines():
 # -- evaluation ----------------------------------------------------------------
 
 SUCCESS = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
-# Student's t at 97.5 % with 2 degrees of freedom, from a printed table.
-T2 = 4.302653
 
 
-def test_avg_at_k():
-  # Questions 1/2, 1/4, 0: mean 1/4, deviation 1/4, and the cut at 0.
-  mean, low, high = metrics.avg_at_k(SUCCESS)
-  assert mean == pytest.approx(0.25)
-  assert low == 0.0
-  assert high == pytest.approx(0.25 + T2 * 0.25 / math.sqrt(3))
+def test_avg():
+  scores = metrics.avg_by_question(SUCCESS)
+  assert scores.tolist() == [0.5, 0.25, 0.0]
+  # Of the 27 resamples one has mean 1/2 and one 0: 3.7 % each, which is more
+  # than the 2.5 % that are cut off.
+  assert metrics.bootstrap(scores) == pytest.approx((0.25, 0.0, 0.5))
 
 
-def test_pass_at_k():
+def test_pass():
   # 1 - C(2,2)/C(4,2) = 5/6, 1 - C(3,2)/6 = 1/2, 0.
-  assert metrics.pass_at_k(SUCCESS, 2)[0] == pytest.approx((5 / 6 + 1 / 2) / 3)
-  assert metrics.pass_at_k(SUCCESS, 4)[0] == pytest.approx(2 / 3)
-  assert metrics.pass_at_k(SUCCESS, 1) == pytest.approx(
-    metrics.avg_at_k(SUCCESS)
+  assert metrics.pass_by_question(SUCCESS, 2) == pytest.approx(
+    [5 / 6, 1 / 2, 0]
   )
+  assert metrics.pass_by_question(SUCCESS, 4).tolist() == [1, 1, 0]
+  averages = metrics.avg_by_question(SUCCESS)
+  assert metrics.pass_by_question(SUCCESS, 1) == pytest.approx(averages)
 
 
-def test_pass_at_k_is_unbiased():
+def test_pass_is_unbiased():
   rng = np.random.default_rng(0)
   success = rng.random((4000, 6)) < 0.3
-  mean, low, high = metrics.pass_at_k(success, 3)
+  mean, low, high = metrics.bootstrap(metrics.pass_by_question(success, 3))
   assert low < 1 - 0.7**3 < high
   assert high - low < 0.03 and low < mean < high
+
+
+def test_maj():
+  answers = [
+    ["4", "4", "5", "7"],
+    ["4", "4", "5", "5"],
+    [None, None, None, "3"],
+  ]
+  success = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 1]]
+  scores = metrics.maj_by_question(answers, success)
+  # The plurality is right; half of a tie is; silence does not outvote "3".
+  assert scores.tolist() == [1.0, 0.5, 1.0]
+  # A failed episode does not vote, its question goes only with the last one.
+  ok = np.array([[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]])
+  scores = metrics.maj_by_question(answers, success, ok)
+  assert scores[:2].tolist() == [0.0, 1.0] and np.isnan(scores[2])
+  # Nobody answers: wrong, and no fault.
+  assert metrics.maj_by_question([[None] * 2], [[0, 0]]).tolist() == [0.0]
+  # A judge that was of two minds about one answer: the mean of its verdicts.
+  assert metrics.maj_by_question([["a", "a"]], [[1, 0]]).tolist() == [0.5]
+
+
+def test_bootstrap_is_the_mean_over_what_is_resampled():
+  rng = np.random.default_rng(3)
+  easy, hard = rng.random(30), rng.random(200) ** 4
+  mean, low, high = metrics.bootstrap(easy, hard)
+  assert mean == pytest.approx((easy.mean() + hard.mean()) / 2)
+  # Sets are drawn apart: their errors add in squares (to a few per cent).
+  error = np.sqrt(easy.var() / 30 + hard.var() / 200) / 2
+  assert high - low == pytest.approx(2 * 1.96 * error, rel=0.06)
+  # Of two runs, the same questions: what differs by question stays.
+  _, low, high = metrics.bootstrap(np.stack([easy, easy], axis=1))
+  assert (low, high) == pytest.approx(metrics.bootstrap(easy)[1:], abs=0.01)
+  # The same numbers for the same questions, in any order, and every time.
+  assert metrics.bootstrap(easy) == metrics.bootstrap(easy[::-1])
+  assert metrics.bootstrap(easy) != metrics.bootstrap(easy, seed=1)
+
+
+def test_bootstrap_of_many_kinds_goes_in_parts(monkeypatch):
+  values = np.random.default_rng(0).random(3000)  # 3,000 kinds, 1,398 a part
+  drawn = []
+  middle = metrics._middle
+  monkeypatch.setattr(
+    metrics, "_middle", lambda v: drawn.append(v) or middle(v)
+  )
+  mean, low, high = metrics.bootstrap(values, num=1500)
+  assert len(drawn[0]) == 1500 and drawn[0].min() > 0.4
+  error = values.std() / np.sqrt(3000)
+  assert (high - mean, mean - low) == pytest.approx(
+    (1.96 * error,) * 2, rel=0.1
+  )
 
 
 def test_the_interval_covers():
@@ -334,28 +394,66 @@ def test_the_interval_covers():
   rng = np.random.default_rng(1)
   hits = 0
   for _ in range(400):
-    chance = rng.beta(2, 2, (20, 1))
-    _, low, high = metrics.avg_at_k(rng.random((20, 4)) < chance)
+    chance = rng.beta(2, 2, (40, 1))
+    scores = (rng.random((40, 4)) < chance).mean(axis=1)
+    _, low, high = metrics.bootstrap(scores, num=1000)
     hits += low <= 0.5 <= high
   assert 0.92 <= hits / 400 <= 0.98
 
 
+def test_the_paired_interval_covers():
+  # Two recipes of three seeds each on 40 questions: difficulty is shared, the
+  # second is better by 0.05, and every seed has its own luck on each question.
+  rng = np.random.default_rng(2)
+  hits, widths = 0, []
+  for _ in range(300):
+    chance = rng.uniform(0.05, 0.9, (40, 1))
+    ours, theirs = (
+      (rng.random((40, 3, 8)) < (chance + gain)[..., None]).mean(axis=-1)
+      for gain in (0.05, 0.0)
+    )
+    _, low, high = metrics.paired_bootstrap([ours], [theirs], num=600)
+    hits += low <= 0.05 <= high
+    widths.append(high - low)
+  # What differs by question and seed is counted more than once, never less.
+  assert hits / 300 >= 0.95
+  # And difficulty, which is most of each score's variance, cancels.
+  alone = metrics.bootstrap(ours)
+  assert np.mean(widths) < 0.8 * (alone[2] - alone[1])
+
+
+def test_paired_bootstrap_of_seeds():
+  ours = np.array([[1.0, 0.0], [1.0, 0.0], [0.5, 0.5]])
+  # The same runs with the same seeds: no difference in any resample.
+  same = metrics.paired_bootstrap([ours], [ours], same_seeds=True)
+  assert same == (0.0, 0.0, 0.0)
+  # Without seeds in common the runs are drawn apart.
+  _, low, high = metrics.paired_bootstrap([ours], [ours])
+  assert low < -0.4 and high > 0.4
+  # One run of ours against two of theirs, over two sets.
+  one = ours[:, 0]
+  mean, low, high = metrics.paired_bootstrap([one, one], [ours, ours])
+  assert mean == pytest.approx(5 / 6 - 1 / 2) and low < mean < high
+  # One question says nothing of others.
+  assert metrics.paired_bootstrap([one[:1]], [one[:1]]) == (0.0, -1.0, 1.0)
+  mean, low, high = metrics.bootstrap(one[:1], one)
+  assert (mean, low, high) == (pytest.approx(11 / 12), 0.0, 1.0)
+
+
 def test_failed_episodes_are_no_wrong_answers():
   ok = np.array([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], bool)
-  assert metrics.avg_at_k(SUCCESS, ok)[0] == pytest.approx((2 / 3 + 1) / 2)
+  scores = metrics.avg_by_question(SUCCESS, ok)
+  assert scores == pytest.approx([2 / 3, 1, np.nan], nan_ok=True)
   # Only the first question has two episodes left: 1 - C(1,2)/C(3,2) = 1.
-  assert metrics.pass_at_k(SUCCESS, 2, ok) == (1.0, 0.0, 1.0)
-  with pytest.raises(ValueError, match="no question of 3 has 4 episodes"):
-    metrics.pass_at_k(SUCCESS, 4, ok)
+  scores = metrics.pass_by_question(SUCCESS, 2, ok)
+  assert scores == pytest.approx([1, np.nan, np.nan], nan_ok=True)
 
 
-def test_paired_difference():
-  first = np.array([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1]])
+def test_paired_bootstrap():
+  ours, theirs = np.array([0.5, 0.25, 0.0]), np.array([0.25, 0.25, 0.25])
   # Differences by question 1/4, 0, -1/4.
-  mean, low, high = metrics.paired_difference(SUCCESS, first)
-  reach = T2 * 0.25 / math.sqrt(3)
-  assert (mean, low, high) == pytest.approx((0.0, -reach, reach))
+  found = metrics.paired_bootstrap([ours], [theirs])
+  assert found == pytest.approx((0.0, -0.25, 0.25))
   # What the two share cancels: a constant gain has an interval of no width.
-  hard = np.array([[0, 0], [1, 0], [1, 0]])
-  easy = np.array([[0, 1], [1, 1], [1, 1]])
-  assert metrics.paired_difference(easy, hard) == pytest.approx((0.5,) * 3)
+  hard, easy = np.array([0.0, 0.5, 0.5]), np.array([0.5, 1.0, 1.0])
+  assert metrics.paired_bootstrap([easy], [hard]) == (0.5, 0.5, 0.5)

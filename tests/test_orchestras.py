@@ -19,7 +19,7 @@ def _play(run, script, **options):
 
   async def call(name, *args):
     role = getattr(agents, name)
-    prompt = role.messages("short", *args)[-1]["content"]
+    prompt = "".join(role.messages("short", *args)[-1]["content"])
     speaker, text = next(lines)
     assert speaker == name
     heard.append(prompt)

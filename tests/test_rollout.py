@@ -4,12 +4,14 @@ import asyncio
 import dataclasses
 import types as pytypes
 
+import families
 import numpy as np
 import pytest
 
-from drmas_jax import advantages, rewards, rollout
+from drmas_jax import advantages, metrics, rewards, rollout
 from drmas_jax import config as config_lib
 from drmas_jax.sampler import Completion
+from drmas_jax.tokenizer import Tokenizer
 from drmas_jax.types import (
   Fault,
   Outcome,
@@ -22,24 +24,35 @@ from drmas_jax.types import (
 pytestmark = pytest.mark.quick
 
 
+class Words:
+  """A tokenizer with three ids for whatever is asked."""
+
+  def render(self, messages):
+    return " ".join(m["content"] for m in messages)
+
+  def encode_rendered(self, text):
+    return np.arange(1, 4, dtype=np.int32)
+
+
 class Scripted:
   """A sampler that answers from a function, at most `width` at a time."""
 
-  def __init__(self, answer, width=3, order=1):
+  def __init__(self, answer, width=3, order=1, tokenizer=None):
     self.answer, self.width, self.order = answer, width, order
     self.queue, self.running, self.asked = [], [], []
+    self.faults = {}
     self.engine = pytypes.SimpleNamespace(key=None)
-    self.tokenizer = pytypes.SimpleNamespace(
-      encode_chat=lambda messages: np.arange(1, 4, dtype=np.int32)
-    )
+    self.tokenizer = tokenizer or Words()
 
   @property
   def busy(self):
     return bool(self.queue or self.running)
 
-  def submit(self, request):
+  def submit(self, request, fault=None):
     self.asked.append(request)
     self.queue.append(request)
+    if fault:
+      self.faults[request.id] = fault
 
   def cancel(self, wanted):
     self.queue = [r for r in self.queue if not wanted(r)]
@@ -55,12 +68,15 @@ class Scripted:
     return done
 
   def complete(self, request):
-    text = self.answer(request.id)
+    text = self.faults.get(request.id) or self.answer(request.id)
     fault = text if isinstance(text, Fault) else None
-    num = 0 if fault else 2
+    ids = np.full(0 if fault else 2, 7, np.int32)
+    if not isinstance(self.tokenizer, Words):
+      ids = self.tokenizer.encode(text)
+    num = len(ids)
     return Completion(
       request,
-      np.full(num, 7, np.int32),
+      ids,
       np.full(num, -1.0, np.float32),
       np.zeros(num, np.float32),
       "" if fault else text,
@@ -75,6 +91,9 @@ class Role:
 
   def messages(self, template, *args):
     return [{"role": "user", "content": " ".join(map(str, args))}]
+
+  def reply(self, template, *args):
+    return self.messages(template, "then:", *args)
 
   def parse(self, text, stop_reason):
     return Reply(text, valid=text != "bad", verdict=text)
@@ -95,13 +114,13 @@ def make_config(**changes):
     },
     "orchestra": {"name": "math"},
     "environment": {"name": "math", "reward_timeout_s": 0.3},
-    "data": {"source": {"name": "arithmetic"}},
+    "data": {"sources": {"arithmetic": {}}},
   }
   return dataclasses.replace(config_lib.build(raw), **changes)
 
 
 def play(run, score, answer=lambda key: "ok", num_tasks=2, size=3, **kw):
-  config = make_config()
+  config = kw.pop("config", None) or make_config()
   groups_too = kw.pop("scores_groups", False)
   team = object.__new__(rollout.Team)
   team.members = {
@@ -277,3 +296,87 @@ def test_zero_sum_rewards_by_agent_with_hand_checked_advantages():
   np.testing.assert_allclose(
     result.values, [1, -0.8006, 0, -0.3203, -1, 1.1209], atol=2e-4
   )
+
+
+# -- chats and limits of prompts -----------------------------------------------
+
+
+def test_chats_interleave_and_go_on_with_their_ids(tmp_path):
+  """Rule 8: by agent and name; a call without a name is a chat of its own."""
+
+  async def run(task, call):
+    await gather(call("a", "p", chat="x"), call("a", "q", chat="y"))
+    await call("b", "r", chat="x")
+    await gather(call("a", "s", chat="y"), call("a", "t", chat="x"))
+    await call("a", "u")
+    return (await call("a", "v", chat="y")).text
+
+  tokenizer = Tokenizer.load(families.write(tmp_path, "qwen25"))
+  for order in (1, -1):
+    groups, _ = play(
+      run,
+      won,
+      lambda key: f"answer {key[2]}",
+      order=order,
+      size=2,
+      tokenizer=tokenizer,
+    )
+    for episode in (e for g in groups for e in g.episodes):
+      turns = episode.turns
+      assert [t.continues for t in turns] == [None] * 3 + [1, 0, None, 3]
+      assert not any(t.chat_split or t.prompt_cut for t in turns)
+      for turn in turns:
+        if turn.continues is not None:
+          before = turns[turn.continues]
+          known = [*before.prompt_ids, *before.completion_ids]
+          assert turn.prompt_ids[: len(known)].tolist() == known
+      text = tokenizer.decode(turns[6].prompt_ids)
+      words = ["q", "answer 1", "then: s", "answer 3", "then: v"]
+      assert [w for w in text.split("\n") if w in words] == words
+      assert "p" not in text.split("\n") and "then: t" not in text
+
+
+def test_history_that_the_template_rewrites_is_counted(tmp_path):
+  async def run(task, call):
+    for _ in range(3):
+      await call("a", task.question, chat="x")
+
+  tokenizer = Tokenizer.load(families.write(tmp_path, "qwen3"))
+  groups, _ = play(
+    run, won, lambda key: "<think>hm</think>ok", size=1, tokenizer=tokenizer
+  )
+  turns = [t for g in groups for e in g.episodes for t in e.turns]
+  assert [t.chat_split for t in turns] == [False, True, True] * 2
+  assert [t.continues for t in turns] == [None] * 6
+  found = metrics.turns(turns)
+  assert found["chat_splits"] == 4 and found["turns"] == 6
+
+
+def test_a_chat_in_two_places_at_once():
+  async def run(task, call):
+    await gather(call("a", task, chat="x"), call("a", task, chat="x"))
+
+  with pytest.raises(ValueError, match=r"'x': 'a' is called.*not answered yet"):
+    play(run, won)
+
+
+@pytest.mark.parametrize("cut", ["error", "foreign", "left"])
+def test_a_prompt_over_its_limit(cut):
+  """It loses its episode or is cut, and is counted (rule 6)."""
+  raw = config_lib.to_dict(make_config())
+  raw["agents"]["b"] |= {"max_prompt_tokens": 2, "cut": cut}
+  groups, samplers = play(two_turns, won, config=config_lib.build(raw))
+  (group, _) = groups
+  turns = [t for e in group.episodes for t in e.turns if t.agent == "b"]
+  assert len(turns) == 3
+  lost = cut != "left"
+  assert {e.status for e in group.episodes} == {"failed" if lost else "ok"}
+  assert {bool(t.fault) for t in turns} == {lost}
+  assert {len(r.prompt_ids) for r in samplers["q"].asked} == {3 if lost else 2}
+  assert metrics.turns(turns)["prompt_cut"] == (0 if lost else 3)
+  rows = rewards.row_scores(groups, {"a": 0.0, "b": 0.0})
+  assert metrics.rollout(groups, rows, ["a", "b"])["turn_faults/b"] == (
+    6 if lost else 0
+  )
+  if lost:
+    assert group.episodes[0].fault.kind == "prompt"

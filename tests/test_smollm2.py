@@ -207,8 +207,8 @@ def run(root, tmp_path, folder, shared, steps):
   keys = {
     "policies.solver.checkpoint": folder,
     "policies.verifier.checkpoint": folder,
-    "data.source.options.data_dir": shared / "data" / "math",
-    "data.source.options.cache_dir": tmp_path / "data",
+    "data.sources.gsm8k.options.data_dir": shared / "data" / "math",
+    "data.sources.gsm8k.options.cache_dir": tmp_path / "data",
     "environment.name": "own.letters",
     "agents.solver.max_tokens": 24,
     "agents.verifier.max_tokens": 24,

@@ -1,6 +1,14 @@
 """Hugging Face folders: what is read, what is written, what is refused."""
 
+import dataclasses
+import functools
+import itertools
 import json
+import os
+import pathlib
+import subprocess
+import sys
+import tracemalloc
 
 import jax
 import ml_dtypes
@@ -9,7 +17,7 @@ import pytest
 from parity import make_numbers
 from safetensors.numpy import load_file, save_file
 
-from drmas_jax.models import weights
+from drmas_jax.models import files, transformer, weights
 
 pytestmark = pytest.mark.quick
 
@@ -108,6 +116,118 @@ def test_bfloat16_file_and_dtype(tmp_path):
   assert raw["torch_dtype"] == "bfloat16"
 
 
+def test_float16_file(tmp_path):
+  folder = _write(tmp_path / "a", "qwen3")
+  half = {
+    k: v.astype(np.float16) for k, v in make_numbers.tensors("qwen3").items()
+  }
+  save_file(half, folder / "model.safetensors")
+  np.testing.assert_array_equal(
+    _load(folder)["layers"]["attention_norm"][1],
+    half["model.layers.1.input_layernorm.weight"].astype(np.float32),
+  )
+
+
+# -- how it is read ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["one device", "mesh", "sharded file"])
+def test_every_byte_is_read_once(tmp_path, monkeypatch, mesh, layout):
+  """A tied head in the file among them, which is compared and dropped."""
+  embedding = make_numbers.tensors("qwen3")["model.embed_tokens.weight"]
+  folder = _write(tmp_path / "a", "qwen3", **{"lm_head.weight": embedding})
+  if layout == "sharded file":
+    _shard(folder)
+  spans, read = [], np.fromfile
+
+  def counted(path, dtype, count, offset):
+    spans.append((str(path), offset, offset + count))
+    return read(path, dtype, count, offset=offset)
+
+  monkeypatch.setattr(files.np, "fromfile", counted)
+  params = _load(folder, mesh if layout == "mesh" else None)
+  _assert_same(params, _load(_write(tmp_path / "b", "qwen3")))
+  spans = sorted(s for s in spans if s[0].startswith(str(folder)))
+  for path in folder.glob("*.safetensors"):
+    own = [s[1:] for s in spans if s[0] == str(path)]
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(own)), path
+    assert own[-1][1] == path.stat().st_size
+    assert own[0][0] == min(t.start for t in files.header(path).values())
+
+
+def _big(folder, dtype, vocab=24_000, embed=256, layers=2):
+  """A checkpoint of zeros, most of it an embedding and a copy of it as head."""
+  config = dataclasses.replace(
+    weights.public_sizes("Qwen/Qwen3-0.6B"),
+    vocab_size=vocab,
+    embed_dim=embed,
+    num_layers=layers,
+    mlp_dim=2 * embed,
+  )
+  shapes = transformer.param_shapes(config)
+  zeros = jax.tree.map(lambda x: np.zeros(x.shape, dtype), shapes)
+  weights.save(folder, zeros, config)
+  tensors = load_file(folder / "model.safetensors")
+  tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+  save_file(tensors, folder / "model.safetensors")
+  return config, vocab * embed * np.dtype(dtype).itemsize
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("spread", [False, True])
+def test_the_host_holds_one_tensor_at_a_time(tmp_path, mesh, dtype, spread):
+  """At most 1.3 times the largest; what the devices hold is not counted."""
+  config, largest = _big(tmp_path, dtype)
+  load = functools.partial(
+    weights.load, tmp_path, config, mesh if spread else None
+  )
+  load()  # compiles
+  tracemalloc.start()
+  try:
+    load()
+    peak = tracemalloc.get_traced_memory()[1]
+  finally:
+    tracemalloc.stop()
+  assert largest < peak + 1e6 and peak < 1.3 * largest
+
+
+_PEAK = """
+import pathlib, re, sys
+import jax
+from drmas_jax.models import files, transformer, weights
+
+def memory(what):
+  text = pathlib.Path("/proc/self/status").read_text()
+  return 1024 * int(re.search(what + r":\\s+(\\d+)", text)[1])
+
+config = weights.read_config(sys.argv[1])
+weights.load(sys.argv[2], weights.read_config(sys.argv[2]))  # libraries
+before = memory("VmRSS")
+params = weights.load(sys.argv[1], config)
+print(memory("VmHWM") - before - sum(x.nbytes for x in jax.tree.leaves(params)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_of_the_process(tmp_path, dtype):
+  """The same, as the system counts it: pages of files, copies of JAX and the
+  heap of the compiler included, for which 100 MB are allowed."""
+  if not pathlib.Path("/proc/self/status").exists():
+    pytest.skip("the peak is read from /proc, which Linux alone has")
+  _, largest = _big(tmp_path / "a", dtype, vocab=128_000, embed=1024, layers=8)
+  _big(tmp_path / "b", dtype)
+  done = subprocess.run(
+    [sys.executable, "-c", _PEAK, tmp_path / "a", tmp_path / "b"],
+    env=os.environ | {"XLA_FLAGS": ""},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.returncode == 0, done.stderr
+  assert int(done.stdout) < 1.3 * largest + 100e6
+
+
 def test_parameters_do_not_follow_the_file(tmp_path):
   """A folder may be written again while its weights are in use."""
   folder = _write(tmp_path / "a", "llama")
@@ -128,7 +248,11 @@ def test_save_like_copies_the_other_files(tmp_path):
   (source / "tokenizer.json").write_text("{}")
   (source / "chat_template.jinja").write_text("x")
   weights.save(
-    tmp_path / "b", _load(source), weights.read_config(source), like=source
+    tmp_path / "b",
+    _load(source),
+    weights.read_config(source),
+    like=source,
+    dtype="float32",
   )
   assert {p.name for p in (tmp_path / "b").iterdir()} == {
     "config.json",
@@ -157,6 +281,7 @@ def test_missing_surplus_and_misshapen_tensors_are_named(tmp_path):
   with pytest.raises(ValueError) as e:
     _load(folder)
   message = str(e.value)
+  assert "of the family llama3 (LlamaForCausalLM)" in message
   assert "model.layers.1.mlp.up_proj.weight is missing" in message
   assert "model.layers.2.mlp.up_proj.weight is surplus" in message
   assert "model.norm.weight is (31,), config.json asks for (32,)" in message
@@ -213,7 +338,7 @@ def test_a_number_that_is_text(tmp_path):
   raw["hidden_size"] = "many"
   (folder / "config.json").write_text(json.dumps(raw))
   with pytest.raises(
-    ValueError, match="embed_dim is 'many'; it must be an int"
+    ValueError, match="embed_dim is 'many'; it must be of int"
   ):
     weights.read_config(folder)
 
@@ -223,22 +348,129 @@ def test_missing_folder_and_files(tmp_path):
     weights.read_config(tmp_path / "nowhere")
   with pytest.raises(ValueError, match=r"config.json: no such file"):
     weights.read_config(tmp_path)
-  folder = _write(tmp_path / "a", "llama")
-  config = weights.read_config(folder)
-  (folder / "model.safetensors").write_bytes(b"\x10\x00")
-  with pytest.raises(ValueError, match=r"model.safetensors: cannot be read"):
-    weights.load(folder, config)
+
+
+def _no_weights(folder):
   (folder / "model.safetensors").unlink()
-  with pytest.raises(ValueError, match=r"has neither model.safetensors nor"):
-    weights.load(folder, config)
 
 
-def test_index_that_names_an_absent_file(tmp_path):
-  folder = _write(tmp_path / "a", "llama")
+def _a_folder_in_their_place(folder):
+  _no_weights(folder)
+  (folder / "model.safetensors").mkdir()
+
+
+def _other_format(folder):
+  _no_weights(folder)
+  (folder / "pytorch_model.bin").write_bytes(b"x")
+
+
+def _empty(folder):
+  (folder / "model.safetensors").write_bytes(b"")
+
+
+def _cut_short(folder):
+  path = folder / "model.safetensors"
+  path.write_bytes(path.read_bytes()[:-1])
+
+
+def _grown(folder):
+  path = folder / "model.safetensors"
+  path.write_bytes(path.read_bytes() + b"x")
+
+
+def _something_else(folder):
+  (folder / "model.safetensors").write_bytes(b"<!DOCTYPE html>" * 9)
+
+
+def _absent_shard(folder):
   _shard(folder)
   (folder / "model-00002-of-00002.safetensors").unlink()
-  with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors"):
+
+
+def _a_folder_for_a_shard(folder):
+  _absent_shard(folder)
+  (folder / "model-00002-of-00002.safetensors").mkdir()
+
+
+def _stale_shard(folder):
+  _shard(folder)
+  (folder / "model-00003-of-00003.safetensors").write_bytes(b"x")
+
+
+def _both_layouts(folder):
+  whole = (folder / "model.safetensors").read_bytes()
+  _shard(folder)
+  (folder / "model.safetensors").write_bytes(whole)
+
+
+def _in_two_shards(folder):
+  _shard(folder)
+  path = folder / "model-00002-of-00002.safetensors"
+  twice = {"lm_head.weight": make_numbers.tensors("llama")["lm_head.weight"]}
+  save_file(load_file(path) | twice, path)
+
+
+def _eight_bits(folder):
+  tensors = make_numbers.tensors("llama")
+  name = "model.layers.1.mlp.up_proj.weight"
+  tensors[name] = tensors[name].astype(np.int8)
+  save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+  ("spoil", "message"),
+  [
+    (_no_weights, "has neither model.safetensors nor .*: no weights at all"),
+    (_a_folder_in_their_place, "has neither model.safetensors nor"),
+    (_other_format, "pytorch_model.bin; fetch or save .* as safetensors"),
+    (_empty, "model.safetensors: cannot be read"),
+    (_cut_short, "model.safetensors: cannot be read: it has .* bytes"),
+    (_grown, "model.safetensors: cannot be read: it has .* bytes"),
+    (_something_else, "model.safetensors: cannot be read"),
+    (_absent_shard, "files that are not there: model-00002-of-00002"),
+    (_a_folder_for_a_shard, "files that are not there: model-00002-of-00002"),
+    (_stale_shard, "model-00003-of-00003.safetensors would not be read"),
+    (_both_layouts, "model-00001-of-00002.safetensors, .* would not be read"),
+    (_in_two_shards, "lm_head.weight is in model-00001.* and in model-00002"),
+    (_eight_bits, "layers.1.mlp.up_proj.weight is of I8, allowed are F32, BF"),
+  ],
+)
+def test_broken_weights_are_refused_before_any_device_work(
+  tmp_path, monkeypatch, spoil, message
+):
+  """Case L07, and its kind."""
+  folder = _write(tmp_path / "a", "llama")
+  config = weights.read_config(folder)
+  spoil(folder)
+  monkeypatch.setattr(weights, "_programs", lambda *_: pytest.fail("too late"))
+  with pytest.raises(ValueError, match=message) as e:
+    weights.load(folder, config)
+  assert str(folder) in str(e.value)
+
+
+def test_a_folder_named_like_a_file_is_no_part(tmp_path):
+  folder = _write(tmp_path / "a", "llama")
+  (folder / "x.safetensors").mkdir()
+  _assert_same(_load(folder), _load(_write(tmp_path / "b", "llama")))
+
+
+def test_names_of_another_model(tmp_path):
+  """Case L10: the first names that do not fit, and the family expected."""
+  folder = _write(tmp_path / "a", "llama")
+  tensors = make_numbers.tensors("llama")
+  save_file(
+    {f"language_model.{k}": v for k, v in tensors.items()},
+    folder / "model.safetensors",
+  )
+  with pytest.raises(ValueError) as e:
     _load(folder)
+  message, num = str(e.value), len(tensors)
+  first = sorted(tensors)[0]
+  assert "llama3 (LlamaForCausalLM)" in message
+  assert f"language_model.{first} is surplus" in message
+  assert f"{first} is missing" in message
+  assert message.count(f"and {num - 8} more") == 2
+  assert len(message) < 2000
 
 
 @pytest.mark.parametrize(
@@ -251,6 +483,10 @@ def test_index_that_names_an_absent_file(tmp_path):
     ),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
     ({"attention_bias": True}, "attention_bias: True is not supported"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "be trained; take"),
+    ({"layer_types": ["sliding_attention"]}, "layer_types: ['sliding_att"),
+    ({"tie_word_embeddings": "no"}, "tied is 'no'; it must be of bool"),
+    ({"rms_norm_eps": "1e-6"}, "norm_eps is '1e-6'; it must be of float"),
     ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
     ({"use_sliding_window": True}, "use_sliding_window: True"),
     ({"hidden_size": None}, "'hidden_size' is missing"),

@@ -5,25 +5,45 @@ it by module and name ("math.solver"). Nothing here knows of tokens.
 
 Two rules hold for every role. Tags count only outside `<think>..</think>`, and
 the first complete action block acts. Text from outside (the question, another
-agent's output, a document) is data: it is joined into a message as it is, cut
-to a limit, and never formatted, so that braces in it mean nothing.
+agent's output, a document) is data: it is a part of a message as it is, and
+never formatted, so that braces in it mean nothing.
 """
 
 import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from drmas_jax.types import Reply
 
-Message = dict[str, str]
+Content = str | list[str]
+Message = dict[str, Content]
 Template = Callable[..., list[Message]]
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE = re.compile(r"[^\s${}]+")
+
+
+class Foreign(str):
+  """A part of a message's content that may be shortened.
+
+  Where a prompt is too long for its limit, parts of a high age lose text first,
+  down to nothing; those of age 0 come last and always keep some of both their
+  ends. Plain strings beside them (the template's own words, the question) stay.
+
+  Attributes:
+    age: 0 for what the agent is asked about now, and for the newest of a kind.
+  """
+
+  __slots__ = ("age",)
+
+  def __new__(cls, text: str, age: int = 0) -> "Foreign":
+    self = super().__new__(cls, text)
+    self.age = age
+    return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +53,8 @@ class Agent:
   Attributes:
     templates: by name, functions from the orchestra's arguments (the task,
       then whatever it passes on) to chat messages. "default" must be there.
+    replies: by the same names, what a later call of the same chat adds: new
+      messages, from the arguments of that call. A role may be without.
     parse: `parse(text, stop_reason, *, option=..) -> Reply` reads a completion;
       its keyword-only parameters are the options of the agent's config entry.
     tags: names of the action blocks at whose end sampling stops. Empty where
@@ -42,10 +64,29 @@ class Agent:
   templates: Mapping[str, Template]
   parse: Callable[..., Reply]
   tags: tuple[str, ...] = ()
+  replies: Mapping[str, Template] = dataclasses.field(default_factory=dict)
 
   def messages(self, template: str, *args) -> list[Message]:
-    """The chat messages of one turn: [{"role": .., "content": ..}]."""
+    """The chat messages of one turn: [{"role": .., "content": ..}].
+
+    A content is a string, or a list of strings to be joined, of which those
+    that may be shortened are `Foreign`.
+    """
     return self.templates[template](*args)
+
+  def reply(self, template: str, *args) -> list[Message]:
+    """The messages that a later call of a chat adds.
+
+    Raises:
+      ValueError: the role cannot continue a chat.
+    """
+    if template not in self.replies:
+      raise ValueError(
+        f"chat=: the role has no replies[{template!r}] to go on with; allowed "
+        f"are {', '.join(self.replies) or 'none'}; add one to the Agent, or "
+        "call it without chat="
+      )
+    return self.replies[template](*args)
 
   @property
   def closes(self) -> Callable[[str], int | None] | None:
@@ -74,14 +115,13 @@ def _end_of_block(tags: tuple[str, ...], text: str) -> int | None:
 def find_block(text: str, *names: str) -> Block | None:
   """The first complete block of one of `names`, outside of any reasoning.
 
-  A block holds no opening tag of its own name: in `<a>x<a>y</a>` it is the
-  inner one. Linear in the length of `text`.
+  Tags may be written in any case; `Block.name` is as in `names`, which are
+  lower-case. A block holds no opening tag of its own name: in `<a>x<a>y</a>`
+  it is the inner one. Linear in the length of `text`.
   """
   opened: dict[str, re.Match] = {}
   thinking = False
-  tags = "|".join(map(re.escape, ("think", *names)))
-  for tag in re.finditer(rf"<(/?)({tags})>", text):
-    closing, name = tag.groups()
+  for tag, closing, name in _tags(text, "think", *names):
     if name == "think":
       thinking = not closing
       opened.clear()
@@ -96,10 +136,59 @@ def find_block(text: str, *names: str) -> Block | None:
   return None
 
 
+def one_block(text: str, *names: str, opened: bool = False) -> Block | None:
+  """The only block of a turn that keeps the format to the letter, or None.
+
+  The format is at most one `<think>..</think>`, and outside of it exactly one
+  block of one of `names`, not empty, nothing nested. Tags within the reasoning
+  do not count. `find_block` says what acts, this says whether it was well
+  said; for a turn in which it finds a block, so does `find_block`, the same.
+
+  Args:
+    text: a completion.
+    *names: of the action blocks, lower-case.
+    opened: whether the prompt ended with `<think>`, so that the completion
+      begins within the reasoning.
+  """
+  inside = "think" if opened else None
+  thoughts, start, block = int(opened), None, None
+  for tag, closing, name in _tags(text, "think", *names):
+    if inside == "think" and name != "think":
+      continue
+    if closing:
+      if name != inside:
+        return None
+      inside = None
+      if name != "think":
+        content = text[start.end() : tag.start()]
+        block = Block(name, content, start.start(), tag.end())
+    elif (
+      inside or (name == "think" and thoughts) or (name != "think" and block)
+    ):
+      return None
+    else:
+      inside, start = name, tag
+      thoughts += name == "think"
+  complete = block is not None and inside is None
+  return block if complete and block.content.strip() else None
+
+
+def _tags(text: str, *names: str) -> Iterator[tuple[re.Match, bool, str]]:
+  """(match, whether it closes, lower-case name) of every tag of `names`."""
+  pattern = rf"<(/?)({'|'.join(map(re.escape, names))})>"
+  for tag in re.finditer(pattern, text, re.IGNORECASE | re.ASCII):
+    yield tag, bool(tag[1]), tag[2].lower()
+
+
 def after_reasoning(text: str) -> str | None:
   """What follows the last `</think>`; None if a `<think>` is left open."""
-  rest = text.rpartition("</think>")[2]
-  return None if "<think>" in rest else rest
+  start = 0
+  opened = False
+  for tag, closing, _ in _tags(text, "think"):
+    opened = not closing
+    if closing:
+      start = tag.end()
+  return None if opened else text[start:]
 
 
 def last_box(text: str) -> str | None:
@@ -121,17 +210,3 @@ def last_box(text: str) -> str | None:
     if depth == 0:
       return text[start.end() + 1 : brace.start()].strip() or None
   return None
-
-
-def cut(text: str, limit: int) -> str:
-  """At most `limit` characters of foreign text, kept from both its ends.
-
-  The middle goes, since a problem's terms stand at its beginning and a
-  solution's answer at its end.
-  """
-  if len(text) <= limit:
-    return text
-  mark = " ... "
-  head = (limit - len(mark) + 1) // 2
-  tail = limit - len(mark) - head
-  return text[:head] + mark + text[len(text) - tail :]

@@ -10,19 +10,15 @@ from typing import Literal
 
 from drmas_jax.agents.agent import (
   Agent,
+  Foreign,
   Message,
   after_reasoning,
-  cut,
   find_block,
   last_box,
 )
 from drmas_jax.types import Reply, StopReason, Task
 
 Said = tuple[tuple[str, str], ...]
-
-# Characters of one piece of foreign text (a question, one agent's output).
-LIMIT = 16_000
-SHORT_LIMIT = 128
 
 _TEAM = (
   "You belong to a small team that works on mathematics problems. A solver "
@@ -44,18 +40,27 @@ _VERIFIER = (
 )
 
 
+def _aged(said: Said) -> list[tuple[str, Foreign]]:
+  """Each agent's newest output is of age 0, the one before of age 1, .."""
+  names = [name for name, _ in said]
+  return [
+    (name, Foreign(text, age=names[i + 1 :].count(name)))
+    for i, (name, text) in enumerate(said)
+  ]
+
+
 def _default(part: str):
   """A system turn about the team and a user turn of three sections."""
 
   def template(task: Task, said: Said = ()) -> list[Message]:
-    sections = ["# Problem\n" + cut(task.question, LIMIT)]
+    content = ["# Problem\n", task.question, "\n\n"]
     if said:
-      outputs = [f"[{name} wrote]\n{cut(text, LIMIT)}" for name, text in said]
-      sections.append("# Outputs so far\n" + "\n\n".join(outputs))
-    sections.append("# Your part\n" + part)
+      content.append("# Outputs so far\n")
+    for name, text in _aged(said):
+      content += [f"[{name} wrote]\n", text, "\n\n"]
     return [
       {"role": "system", "content": _TEAM},
-      {"role": "user", "content": "\n\n".join(sections)},
+      {"role": "user", "content": [*content, "# Your part\n", part]},
     ]
 
   return template
@@ -65,9 +70,10 @@ def _short(part: str):
   """One user turn: a cue, the question, a line for each earlier output."""
 
   def template(task: Task, said: Said = ()) -> list[Message]:
-    lines = [f"{part}: {cut(task.question, SHORT_LIMIT)}"]
-    lines += [f"{name}: {cut(text, SHORT_LIMIT)}" for name, text in said]
-    return [{"role": "user", "content": "\n".join(lines)}]
+    content = [f"{part}: ", task.question]
+    for name, text in _aged(said):
+      content += [f"\n{name}: ", text]
+    return [{"role": "user", "content": content}]
 
   return template
 

@@ -3,10 +3,7 @@ r"""Generated arithmetic in several steps, for teams of tiny policies.
     4+3*2-5 from left to right, modulo 10
     4+3=7, 7*2=14 -> 4, 4-5=-1 -> 9                  answer 9
 
-All questions of one difficulty are numbered, and an affine permutation of the
-numbers (x -> a x + b mod N with a prime to N) scatters them over an index.
-The test split is the end of that index and the train split a part of the rest,
-so no question is in both.
+All questions of one difficulty are numbered and split as `Numbered` says.
 
 `demonstrations` plays a deliberately imperfect team on a task, for
 `--mode=sft`. A solver shows its steps, a verifier redoes them and then gives
@@ -16,67 +13,15 @@ its verdict:
     verifier  7,4,9<verify>approve</verify>
 """
 
-import math
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from drmas_jax.datasets import dataset
 from drmas_jax.types import Task
 
 OPERATORS = "+-*"
-_MAX_TEST = 10_000
-
-
-class Arithmetic:
-  """One split; `source[i]` is a pure function of i and the options."""
-
-  name = "arithmetic"
-
-  def __init__(
-    self, split: str, num_operands: int, modulus: int, num_tasks: int
-  ):
-    self.num_operands, self.modulus = num_operands, modulus
-    self.num_questions = modulus**num_operands * len(OPERATORS) ** (
-      num_operands - 1
-    )
-    test = min(self.num_questions // 10, _MAX_TEST)
-    train = min(self.num_questions - test, num_tasks)
-    self._first = self.num_questions - test if split == "test" else 0
-    self._length = test if split == "test" else train
-    self._factor = _prime_to(self.num_questions)
-
-  def __len__(self) -> int:
-    return self._length
-
-  def __getitem__(self, index: int) -> dict[str, Any]:
-    if not 0 <= index < self._length:
-      raise IndexError(f"index {index} is not in [0, {self._length})")
-    place = (self._first + index) * self._factor + 1
-    operands, operators = self._question(place % self.num_questions)
-    text = str(operands[0])
-    for operator, operand in zip(operators, operands[1:], strict=True):
-      text += f"{operator}{operand}"
-    info = {
-      "operands": operands,
-      "operators": operators,
-      "modulus": self.modulus,
-    }
-    return {
-      "question": f"{text} from left to right, modulo {self.modulus}",
-      "answer": str(_work(info)[-1]),
-      "info": info,
-    }
-
-  def _question(self, number: int) -> tuple[tuple[int, ...], str]:
-    """Question `number` of all, as digits in mixed radix."""
-    operands, operators = [], []
-    for _ in range(self.num_operands):
-      number, operand = divmod(number, self.modulus)
-      operands.append(operand)
-    for _ in range(self.num_operands - 1):
-      number, operator = divmod(number, len(OPERATORS))
-      operators.append(OPERATORS[operator])
-    return tuple(operands), "".join(operators)
 
 
 def make(
@@ -85,7 +30,7 @@ def make(
   num_operands: int = 5,
   modulus: int = 10,
   num_tasks: int = 100_000,
-) -> Arithmetic:
+) -> dataset.Numbered:
   """A split of the questions of one difficulty.
 
   Args:
@@ -93,31 +38,48 @@ def make(
     num_operands: numbers in a question; one less is the number of steps.
     modulus: operands and every step's result are in [0, modulus).
     num_tasks: most rows of the train split.
+
+  Raises:
+    ValueError: an option out of range.
   """
-  if split not in ("train", "test"):
-    raise ValueError(f"split={split!r} is not allowed; write 'train' or 'test'")
-  for field, value, low in (
-    ("num_operands", num_operands, 2),
-    ("modulus", modulus, 2),
-    ("num_tasks", num_tasks, 1),
-  ):
-    if value < low:
-      raise ValueError(f"{field}={value} is not allowed; write one >= {low}")
-  source = Arithmetic(split, num_operands, modulus, num_tasks)
-  if len(source) == 0:
-    raise ValueError(
-      f"modulus={modulus} with num_operands={num_operands} leaves no test "
-      "questions; raise one of them"
+  dataset.at_least(
+    dict(
+      num_operands=(num_operands, 2),
+      modulus=(modulus, 2),
+      num_tasks=(num_tasks, 1),
     )
-  return source
+  )
+  return dataset.Numbered(
+    functools.partial(_row, num_operands, modulus),
+    modulus**num_operands * len(OPERATORS) ** (num_operands - 1),
+    split,
+    num_tasks,
+    f"arithmetic {num_operands} {modulus}",
+  )
 
 
-def _prime_to(n: int) -> int:
-  """A number prime to n near its golden section: neighbours land far apart."""
-  factor = max(1, int(n * 0.6180339887))
-  while math.gcd(factor, n) != 1:
-    factor += 1
-  return factor
+def _row(num_operands: int, modulus: int, number: int) -> dict[str, Any]:
+  """Question `number` of all, as digits in mixed radix."""
+  operands, operators = [], ""
+  for _ in range(num_operands):
+    number, operand = divmod(number, modulus)
+    operands.append(operand)
+  for _ in range(num_operands - 1):
+    number, operator = divmod(number, len(OPERATORS))
+    operators += OPERATORS[operator]
+  text = str(operands[0])
+  for operator, operand in zip(operators, operands[1:], strict=True):
+    text += f"{operator}{operand}"
+  info = {
+    "operands": tuple(operands),
+    "operators": operators,
+    "modulus": modulus,
+  }
+  return {
+    "question": f"{text} from left to right, modulo {modulus}",
+    "answer": str(_work(info)[-1]),
+    "info": info,
+  }
 
 
 # -- demonstrations ------------------------------------------------------------

@@ -12,6 +12,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -57,26 +58,33 @@ def precision(dtype: jnp.dtype) -> jax.lax.Precision:
   return jax.lax.Precision.DEFAULT
 
 
-def rope_angles(
-  positions: Int[Array, "B T"],
-  head_dim: int,
-  theta: float,
-  scaling: RopeScaling | None,
-) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
-  """Sine and cosine of position * theta^(-2i/C), for i < C/2.
+def rope_frequencies(
+  head_dim: int, theta: float, scaling: RopeScaling | None
+) -> np.ndarray:
+  """theta^(-2i/C) for i < C/2, as a float32 table [C/2].
 
   With `scaling`, a frequency whose wavelength is longer than original_max /
   low_freq_factor is divided by factor, one shorter than original_max /
   high_freq_factor is kept, and in between the two are mixed linearly in
   original_max / wavelength (Llama 3.1).
   """
-  exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-  freqs = 1.0 / theta**exponents
+  freqs = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
   if scaling is not None:
     turns = scaling.original_max_positions * freqs / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    keep = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
     freqs = keep * freqs + (1 - keep) * freqs / scaling.factor
+  return freqs.astype(np.float32)
+
+
+def rope_angles(
+  positions: Int[Array, "B T"],
+  head_dim: int,
+  theta: float,
+  scaling: RopeScaling | None,
+) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
+  """Sine and cosine of position * frequency."""
+  freqs = rope_frequencies(head_dim, theta, scaling)
   angles = positions[:, :, None, None].astype(jnp.float32) * freqs
   return jnp.sin(angles), jnp.cos(angles)
 

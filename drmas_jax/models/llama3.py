@@ -17,6 +17,67 @@ _UNSUPPORTED = {
   "mlp_bias": False,
   "hidden_act": "silu",
   "use_sliding_window": False,
+  "partial_rotary_factor": 1.0,
+}
+
+_SCALING = {
+  factor: RopeScaling(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0)
+}
+
+
+def _llama(embed, layers, heads, mlp, factor, **rest) -> DecoderConfig:
+  return DecoderConfig(
+    family="llama3",
+    vocab_size=128_256,
+    embed_dim=embed,
+    num_layers=layers,
+    num_heads=heads,
+    num_kv_heads=8,
+    head_dim=64 if embed == 2048 else 128,
+    mlp_dim=mlp,
+    max_positions=131_072,
+    rope_theta=500_000.0,
+    rope_scaling=_SCALING[factor],
+    norm_eps=1e-5,
+    **rest,
+  )
+
+
+def _smollm2(embed, layers, heads, kv_heads, mlp, theta) -> DecoderConfig:
+  return DecoderConfig(
+    family="llama3",
+    vocab_size=49_152,
+    embed_dim=embed,
+    num_layers=layers,
+    num_heads=heads,
+    num_kv_heads=kv_heads,
+    head_dim=64,
+    mlp_dim=mlp,
+    max_positions=8192,
+    rope_theta=theta,
+    norm_eps=1e-5,
+    tied=True,
+  )
+
+
+# Public name -> sizes, to plan before anything is there (`folders.sizes`); a
+# checkpoint that is there is read as its config.json says. Source: theirs.
+SIZES = {
+  f"meta-llama/{name}{variant}": sizes
+  for name, sizes in {
+    "Llama-3.1-8B": _llama(4096, 32, 32, 14_336, 8.0),
+    "Llama-3.2-1B": _llama(2048, 16, 32, 8192, 32.0, tied=True),
+    "Llama-3.2-3B": _llama(3072, 28, 24, 8192, 32.0, tied=True),
+  }.items()
+  for variant in ("", "-Instruct")
+} | {
+  f"HuggingFaceTB/{name}{variant}": sizes
+  for name, sizes in {
+    "SmolLM2-135M": _smollm2(576, 30, 9, 3, 1536, 1e5),
+    "SmolLM2-360M": _smollm2(960, 32, 15, 5, 2560, 1e5),
+    "SmolLM2-1.7B": _smollm2(2048, 24, 32, 32, 8192, 1.3e5),
+  }.items()
+  for variant in ("", "-Instruct")
 }
 
 
@@ -52,6 +113,10 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
       raise ValueError(
         f"{key}: {raw[key]!r} is not supported, only {allowed!r}"
       )
+  if others := set(raw.get("layer_types") or ()) - {"full_attention"}:
+    raise ValueError(
+      f"layer_types: {sorted(others)} are not supported, only 'full_attention'"
+    )
   heads, embed_dim = raw["num_attention_heads"], raw["hidden_size"]
   theta, scaling = _read_rope(raw)
   return DecoderConfig(

@@ -27,18 +27,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "math_tiny.py"
 
 
-def run_job(
-  workdir: pathlib.Path, cache: pathlib.Path, seed: int, *flags: str
-) -> dict:
-  """One run in its own process; seconds of wall clock and CPU."""
-  shutil.rmtree(workdir, ignore_errors=True)
-  command = [
-    *(sys.executable, "-m", "drmas_jax.main", "--config", str(CONFIG)),
-    *("--workdir", str(workdir), f"--config.seed={seed}", *flags),
-  ]
-  before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+def call(workdir: pathlib.Path, cache: pathlib.Path, *flags: str) -> None:
+  """The command in a process of its own."""
   subprocess.run(
-    command,
+    [
+      *(sys.executable, "-m", "drmas_jax.main", "--config", str(CONFIG)),
+      *("--workdir", str(workdir), *flags),
+    ],
     check=True,
     cwd=ROOT,
     capture_output=True,
@@ -49,9 +44,21 @@ def run_job(
       "HOME": str(cache),
     },
   )
+
+
+def run_job(
+  workdir: pathlib.Path, cache: pathlib.Path, seed: int, *flags: str
+) -> dict:
+  """One run; seconds of wall clock and CPU."""
+  shutil.rmtree(workdir, ignore_errors=True)
+  before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+  call(workdir, cache, f"--config.seed={seed}", *flags)
   after = resource.getrusage(resource.RUSAGE_CHILDREN)
   summary = json.loads((workdir / "summary.json").read_text())
-  success = {k: summary[k].get("avg@8", [None])[0] for k in ("before", "after")}
+  success = {
+    k: summary[k].get("macro", {}).get("avg@8", [None])[0]
+    for k in ("before", "after")
+  }
   return {
     "wall_s": time.monotonic() - start,
     "cpu_s": after.ru_utime
@@ -76,38 +83,33 @@ def first_step_s(folder: pathlib.Path, seed: int, cache: str) -> float:
   return run["first_step_s"]
 
 
-def analyse(workdir: pathlib.Path, num_tasks: int) -> dict:
+def analyse(
+  workdir: pathlib.Path, cache: pathlib.Path, seed: int, num_tasks: int
+) -> dict:
   """What the team of a finished run does on held-out tasks."""
-  from drmas_jax import config as config_lib
-  from drmas_jax import coordinator, metrics
+  from drmas_jax import metrics
 
-  config = config_lib.read(
-    CONFIG,
-    [f"eval.num_tasks={num_tasks}", f"eval.final_num_tasks={num_tasks}"],
+  flags = ("--mode=eval", f"--config.eval.final_num_tasks={num_tasks}")
+  call(workdir, cache, f"--config.seed={seed}", *flags)
+  steps = json.loads((workdir / "summary.json").read_text())["steps"]
+  folder = workdir / "eval" / f"step_{steps}"
+  found = json.loads((folder / "results.json").read_text())
+  verifier = found["agents"]["verifier"]
+  lines = (folder / "episodes.jsonl").read_text().splitlines()
+  records = {(r["index"], r["episode"]): r for r in map(json.loads, lines)}
+  success, first = (
+    np.array([records[key]["parts"][part] for key in sorted(records)])
+    for part in ("correct", "first_correct")
   )
-  with tempfile.TemporaryDirectory() as scratch:
-    copy = pathlib.Path(scratch) / "run"
-    shutil.copytree(workdir, copy)
-    evaluation = coordinator.evaluate_workdir(config, copy)
-  rows = []  # (first right, rejected) of episodes with a verdict
-  for group in evaluation.groups:
-    for episode in group.episodes:
-      first = episode.outcome.parts["first_correct"]
-      verdict = next(t for t in episode.turns if t.agent == "verifier")
-      rows.append((first, verdict.reply.verdict == "reject"))
-  right, rejected = (
-    np.array(column, bool) for column in zip(*rows, strict=True)
+  gain = metrics.paired_bootstrap(
+    *([x.reshape(-1, found["k"]).mean(axis=1)] for x in (success, first))
   )
-  shape = evaluation.success.shape
-  gain = metrics.paired_difference(evaluation.success, right.reshape(shape))
   return {
-    "avg@8": evaluation.summary()["avg@8"],
-    "first_success": float(right.mean()),
-    "balanced_accuracy": float(
-      (rejected[~right].mean() + (~rejected[right]).mean()) / 2
-    ),
-    "wrong_rejected": float(rejected[~right].mean()),
-    "right_rejected": float(rejected[right].mean()),
+    "avg@8": found["summary"]["macro"]["avg@8"],
+    "first_success": float(first.mean()),
+    "balanced_accuracy": verifier["balanced_accuracy"],
+    "wrong_rejected": verifier["reject_recall"],
+    "right_rejected": 1 - verifier["approve_recall"],
     "gain": gain,
   }
 
@@ -127,7 +129,7 @@ def main() -> None:
     workdir = out / f"run-{seed}"
     cold = run_job(workdir, cache, seed)
     warm = run_job(workdir, cache, seed)
-    team = analyse(workdir, args.num_tasks)
+    team = analyse(workdir, cache, seed, args.num_tasks)
     first = {c: first_step_s(out / "first", seed, c) for c in ("cold", "warm")}
     results.append(
       {"seed": seed, "cold": cold, "warm": warm, "first": first, "team": team}

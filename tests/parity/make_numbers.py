@@ -3,9 +3,10 @@
     pip install -e '.[parity]'
     python tests/parity/make_numbers.py
 
-writes numbers.npz beside this file: for each case the logits of two prompts
-and their greedy continuations. The checkpoints themselves are not kept: they
-come from a seed by numpy alone, and the test makes them again with `tensors`.
+writes numbers.npz beside this file: for each case the logits of two prompts, in
+float32 and in bfloat16, and their greedy continuations; and the frequencies of
+Llama-3.2's rotation. The checkpoints themselves are not kept: they come from a
+seed by numpy alone, and the test makes them again with `tensors`.
 """
 
 import pathlib
@@ -14,6 +15,7 @@ import numpy as np
 
 PATH = pathlib.Path(__file__).with_name("numbers.npz")
 PROMPT_LENGTH, NUM_NEW = 8, 16
+LEFT = 3  # tokens of padding before the shorter rows of `compute_padded`
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
@@ -122,8 +124,15 @@ def prompts(name: str) -> np.ndarray:
   return rng.randint(0, CASES[name]["vocab_size"], (2, PROMPT_LENGTH))
 
 
-def compute(name: str) -> dict[str, np.ndarray]:
-  """The numbers of transformers for a case: logits [2, T, V], ids [2, new]."""
+def half(x: np.ndarray) -> np.ndarray:
+  """float32 values of bfloat16 precision as the 16 bits they are, or back."""
+  if x.dtype == np.uint16:
+    return (x.astype(np.uint32) << 16).view(np.float32)
+  return (x.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _model(name: str):
+  """The case in transformers, in float32."""
   import torch
   import transformers
 
@@ -136,6 +145,15 @@ def compute(name: str) -> dict[str, np.ndarray]:
   if raw["tie_word_embeddings"]:
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
   model.load_state_dict(weights, strict=True)
+  return model
+
+
+def compute(name: str) -> dict[str, np.ndarray]:
+  """The numbers of transformers for a case: logits and bfloat16 [2, T, V], ids
+  [2, new]."""
+  import torch
+
+  model = _model(name)
   ids = torch.from_numpy(prompts(name))
   with torch.no_grad():
     logits, gap = model(ids).logits, float("inf")
@@ -145,12 +163,41 @@ def compute(name: str) -> dict[str, np.ndarray]:
       best = last.topk(2).values
       gap = min(gap, float((best[:, 0] - best[:, 1]).min()))
       row = torch.cat([row, last.argmax(-1, keepdim=True)], dim=1)
+    rounded = model.to(torch.bfloat16)(ids).logits.float().numpy()
   # A tie would make the continuation a matter of rounding.
   assert gap > 1e-3, (name, gap)
   return {
     "logits": logits.numpy(),
+    "bfloat16": half(rounded),
     "ids": row[:, PROMPT_LENGTH:].numpy().astype(np.int32),
   }
+
+
+def compute_padded(name: str) -> np.ndarray:
+  """[2, T - LEFT, V]: the prompts without their end, padded on the left."""
+  import torch
+
+  ids = torch.from_numpy(prompts(name))[:, : PROMPT_LENGTH - LEFT]
+  ids = torch.nn.functional.pad(ids, (LEFT, 0))
+  seen = torch.arange(PROMPT_LENGTH) >= LEFT
+  positions = (torch.arange(PROMPT_LENGTH) - LEFT).clamp(min=0)
+  with torch.no_grad():
+    logits = _model(name)(
+      ids,
+      attention_mask=seen.long().expand(2, -1),
+      position_ids=positions.expand(2, -1),
+    ).logits
+  return logits[:, LEFT:].numpy()
+
+
+def compute_frequencies() -> np.ndarray:
+  """[32], of Llama-3.2-1B's rotation."""
+  import transformers
+  from transformers.models.llama import modeling_llama
+
+  raw = _LLAMA | _sizes(8, 2048, 1, 32, 8, 64, 8, 5e5, True)
+  config = transformers.AutoConfig.for_model(**raw, **_llama3_rope(32.0, 8192))
+  return modeling_llama.LlamaRotaryEmbedding(config).inv_freq.numpy()
 
 
 def main() -> None:
@@ -161,6 +208,7 @@ def main() -> None:
     "versions": f"torch {torch.__version__} "
     f"transformers {transformers.__version__}"
   }
+  numbers["frequencies"] = compute_frequencies()
   for name in CASES:
     for key, value in compute(name).items():
       numbers[f"{name}/{key}"] = value

@@ -1,0 +1,145 @@
+"""Trained weights as a Hugging Face folder: for transformers, vLLM, a new run.
+
+    python -m drmas_jax.export --workdir RUN --policy solver --out DIR
+        [--step N|best] [--dtype float32|bfloat16|float16]
+
+DIR is like the folder that the policy began with: the same files hold the same
+tensors in the same order, shapes and dtypes, next to copies of config.json,
+tokenizer and chat template. generation_config.json names every end id that the
+run stopped at, as config files and tokenizers often disagree on them.
+
+Parameters are read one after another and written tensor by tensor: host memory
+holds about twice the largest one (of all layers), and no optimizer state. No
+accelerator is used, so an export may run beside the training that it is from.
+
+Exit codes: 0 done; 2 something asked for is not there or does not fit (one
+message, and DIR is as it was); 130 Ctrl-C.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="python -m drmas_jax.export",
+    description="Writes a trained policy of a run as a Hugging Face folder.",
+    allow_abbrev=False,
+  )
+  parser.add_argument("--workdir", required=True, help="folder of the run")
+  parser.add_argument("--policy", required=True, help="its name in the config")
+  parser.add_argument("--out", required=True, help="folder to be made")
+  parser.add_argument(
+    "--step",
+    default="",
+    help="a checkpoint's step, or best; the default is the newest",
+  )
+  parser.add_argument(
+    "--dtype",
+    choices=("float32", "bfloat16", "float16"),
+    help="of all tensors; the default is each tensor's in the original folder",
+  )
+  return parser
+
+
+def export(
+  workdir: str | pathlib.Path,
+  policy: str,
+  out: str | pathlib.Path,
+  step: str = "",
+  dtype: str | None = None,
+) -> str:
+  """Writes `out`, whole or not at all; returns a line on what is in it.
+
+  Args:
+    workdir: of the run.
+    policy: its name in the run's config.
+    out: a folder that is not there yet, or empty.
+    step: a number, "best", or "" for the newest.
+    dtype: "float32", "bfloat16" or "float16"; None: as the original folder.
+
+  Raises:
+    ValueError: there is no such run, policy or step; the policy is frozen, so
+      that its weights are in its own folder already; the folder that it began
+      with is gone or changed; or `out` holds something.
+  """
+  from drmas_jax.backbone import original_folder
+  from drmas_jax.checkpoint import SavedPolicy
+  from drmas_jax.models import weights
+  from drmas_jax.tokenizer import Tokenizer
+
+  out = pathlib.Path(out).expanduser()
+  if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    raise ValueError(f"--out={out}: is there already; name another, or move it")
+  saved = SavedPolicy(workdir, policy, step)
+  original = original_folder(saved)
+  stop_ids = Tokenizer.load(original).stop_ids
+  model = weights.read_config(original)
+  # Beside it, so that renaming it is one step; of an export that was killed.
+  part = out.with_name(f"{out.name}.part")
+  shutil.rmtree(part, ignore_errors=True)
+  try:
+    weights.save(part, _params(saved, model), model, like=original, dtype=dtype)
+    _write_end_ids(part / "generation_config.json", stop_ids)
+    part.rename(out)
+  finally:
+    shutil.rmtree(part, ignore_errors=True)
+  return f"{out}: {saved.pinned}, like {original}; end ids {stop_ids}"
+
+
+def _params(saved: Any, model: Any) -> Any:
+  """The tree of parameters, each read from the checkpoint when it is called."""
+  import jax
+
+  from drmas_jax.models import transformer
+
+  def reader(path, shape):
+    keys = [key.key for key in path]
+
+    def read():
+      branch = shape
+      for key in reversed(keys):
+        branch = {key: branch}
+      (found,) = jax.tree.leaves(saved.restore(branch))
+      return found
+
+    return read
+
+  return jax.tree_util.tree_map_with_path(
+    reader, transformer.param_shapes(model)
+  )
+
+
+def _write_end_ids(path: pathlib.Path, stop_ids: Sequence[int]) -> None:
+  """A file that names them already stays as it is."""
+  raw = json.loads(path.read_text()) if path.is_file() else {}
+  there = raw.get("eos_token_id")
+  if set(there if isinstance(there, list) else [there]) == set(stop_ids):
+    return
+  raw["eos_token_id"] = list(stop_ids)
+  path.write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Returns the exit code."""
+  args = _parser().parse_args(argv)
+  os.environ["JAX_PLATFORMS"] = "cpu"  # read when jax loads
+  try:
+    print(export(args.workdir, args.policy, args.out, args.step, args.dtype))
+  except (ValueError, OSError) as e:
+    print(f"drmas_jax: {e}", file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    print("drmas_jax: interrupted; nothing was written", file=sys.stderr)
+    return 130
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
