@@ -35,7 +35,7 @@ def qwen3_math(size: str, *, team: str, estimator: str) -> ConfigDict:
   policies = {name: _qwen3_policy(size) for name in names}
   return ConfigDict(
     dict(
-      steps=1000,
+      steps=1000,  # two epochs of 16,000 problems; the paper gives no number
       policies=policies,
       agents={
         agent: _math_agent(agent, agent if team == "apart" else "team")
@@ -59,6 +59,12 @@ def qwen3_math(size: str, *, team: str, estimator: str) -> ConfigDict:
         sampling=_EVAL_SAMPLING,
       ),
       checkpoint=dict(every=100),
+      # All of a host's devices share the heads of one long row: its attention
+      # is not fused, and would fill a device that held it alone.
+      placement=dict(
+        train_mesh=dict(fsdp=1, tensor=0),
+        rollout_mesh=dict(fsdp=1, tensor=0),
+      ),
     )
   )
 
@@ -72,9 +78,9 @@ def _qwen3_policy(size: str) -> dict:
     remat=True,
     old_logprobs="learner",
     update_on_zero_signal=True,
-    micro_batch=8,
+    micro_batch=1,
     optimizer=dict(learning_rate=1e-6),
-    engine=dict(num_slots=128, max_length=8192 + 4096),
+    engine=dict(num_slots=24, max_length=8192 + 4096, prefill_rows=1),
   )
 
 

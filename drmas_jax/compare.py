@@ -314,6 +314,13 @@ def scores(run: Run, kind: str, number: int) -> dict[str, np.ndarray]:
   return found
 
 
+def _answered(run: Run) -> bool:
+  sources = run.results["sources"].values()
+  return any(
+    a is not None for s in sources for row in s["answers"] for a in row
+  )
+
+
 class Scores:
   """Scores of all runs on the questions that all of them have.
 
@@ -322,10 +329,15 @@ class Scores:
     left_out: {set: questions without a score in some run}, where there are.
 
   Raises:
-    Refused: nothing is left of a set.
+    Refused: nothing is left of a set, or there is nothing to vote by.
   """
 
   def __init__(self, runs: Sequence[Run], kind: str, number: int):
+    if kind == "maj" and not any(map(_answered, runs)):
+      raise Refused(
+        f"--metric=maj@{number}: no episode of these runs gave an answer to "
+        "vote by; compare avg@ or pass@"
+      )
     by_run = {run.path: scores(run, kind, number) for run in runs}
     self.sets = tuple(runs[0].results["sources"])
     self.left_out = {}

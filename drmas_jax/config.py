@@ -311,7 +311,8 @@ class Placement:
       uses the slice's training devices, in turn with the learner.
     train_mesh, rollout_mesh: axes of the slices.
     device_memory_gb: per device; 0: ask the device (or the host, on CPU).
-    timeout_s: limit of every wait for another host.
+    timeout_s: limit of every wait for another host; after an evaluation, on
+      top of the time that the own share of it took.
   """
 
   strategy: Literal["shared", "split", "columns"] = "shared"
@@ -634,9 +635,7 @@ def _typed(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
   if dataclasses.is_dataclass(hint):
     return _build(hint, value, path, faults)
   if origin is types.UnionType:
-    if value is None and types.NoneType in args:
-      return None
-    return _typed(args[0], value, path, faults)
+    return _typed_as_one_of(args, value, path, faults)
   if origin is dict and isinstance(value, Mapping):
     return {
       str(k): _typed(args[1], v, f"{path}.{k}", faults)
@@ -648,6 +647,24 @@ def _typed(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
     faults.append(f"{path}: {value!r} is not allowed; write {_describe(hint)}")
   elif hint is float:
     return float(value)
+  return value
+
+
+def _typed_as_one_of(
+  hints: Sequence[Any], value: Any, path: str, faults: list[str]
+) -> Any:
+  """The same for a union: as the first of its kinds that fits."""
+  found: list[list[str]] = []
+  for hint in hints:
+    found.append([])
+    made = _typed(hint, value, path, found[-1])
+    if not found[-1]:
+      return made
+  if dataclasses.is_dataclass(hints[0]):
+    faults += found[0]
+  else:
+    allowed = " or ".join(map(_describe, hints))
+    faults.append(f"{path}: {value!r} is not allowed; write {allowed}")
   return value
 
 
@@ -897,12 +914,18 @@ def _check_parts(config: Config, mode: Mode) -> list[str]:
     ]
     faults += [
       f"{group}.sources: {key!r} is not allowed as a key; it becomes part of "
-      "metric and file names: write letters, digits and _"
+      "metric and file names: write letters, digits and _, and not 'macro'"
       for key in sources
       if not key.isidentifier() or key == "macro"  # the mean over sets
     ]
   if not config.data.sources:
     faults.append("data.sources: empty; add an entry, such as gsm8k=dict(..)")
+  if len(config.data.sources) == 1:
+    faults += [
+      f"data.sources.{key}.weight: has no effect with one source; remove it"
+      for key, source in config.data.sources.items()
+      if source.weight != _default(TrainSource, "weight")
+    ]
   for path, kind, name, part in parts:
     try:
       function = _function(kind, part.name, name)
@@ -1004,7 +1027,7 @@ def _check_options(
 ) -> list[str]:
   """Options are the keyword-only parameters of the function they reach.
 
-  Their types are checked where the annotation is a plain one or a Literal.
+  Their types are checked where the annotation is of plain ones.
   """
   faults: list[str] = []
   parameters = {
@@ -1018,14 +1041,19 @@ def _check_options(
       faults.append(
         _unknown(f"{path}.{key}", key, list(parameters) or ["none"])
       )
-    elif hints.get(key) in (int, float, str, bool) or (
-      typing.get_origin(hints.get(key)) is Literal
-    ):
+    elif _is_plain_hint(hints.get(key)):
       _typed(hints[key], value, f"{path}.{key}", faults)
   for key, parameter in parameters.items():
     if parameter.default is parameter.empty and key not in options:
       faults.append(f"{path}.{key}: missing; add it")
   return faults
+
+
+def _is_plain_hint(hint: Any) -> bool:
+  origin, args = typing.get_origin(hint), typing.get_args(hint)
+  if origin in (dict, types.UnionType):
+    return all(map(_is_plain_hint, args))
+  return origin is Literal or hint in (int, float, str, bool, types.NoneType)
 
 
 # -- names to modules ----------------------------------------------------------

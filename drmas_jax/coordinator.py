@@ -210,19 +210,20 @@ def _say(text: str) -> None:
     print(f"drmas_jax: {text}", file=sys.stderr, flush=True)
 
 
-def _source(key: str, source: config_lib.Source) -> Any:
+def _source(where: str, key: str, source: config_lib.Source) -> Any:
   source = config_lib.named(key, source)
   module = config_lib.load_module("datasets", source.name)
-  with _blaming(f"data source {key!r}"):
+  with _blaming(where):
     return module.make(source.split, **source.options)
 
 
 def _stream(config: config_lib.Config) -> data.Stream:
   """The training tasks."""
   sources = config.data.sources
+  made = {k: _source(f"data.sources.{k}", k, s) for k, s in sources.items()}
   with _blaming("data.sources"):
     return data.Stream(
-      {key: _source(key, source) for key, source in sources.items()},
+      made,
       config.seed,
       {key: source.weight for key, source in sources.items()},
     )
@@ -232,11 +233,18 @@ def _held_out(
   config: config_lib.Config,
 ) -> tuple[dict[str, list[Task]], dict[str, str]]:
   """The first tasks of each held-out set, no more than are ever played; and
-  the sets' fingerprints."""
+  the sets' fingerprints. None where there are no evaluations."""
   most = max(evaluate.extent(config.eval, final)[0] for final in (False, True))
-  sources = {k: _source(k, s) for k, s in config.held_out.items()}
-  tasks = {k: data.held_out(k, s, most) for k, s in sources.items()}
-  return tasks, {f"eval/{k}": s.fingerprint for k, s in sources.items()}
+  tasks, fingerprints = {}, {}
+  for key, source in config.held_out.items() if most else ():
+    where = f"eval.sources.{key}"
+    if not config.eval.sources:
+      where = f"eval.sources: empty, so data.sources.{key} gives its test split"
+    made = _source(where, key, source)
+    with _blaming(where):
+      tasks[key] = data.held_out(key, made, most)
+    fingerprints[f"eval/{key}"] = made.fingerprint
+  return tasks, fingerprints
 
 
 def _rollout(
@@ -377,7 +385,8 @@ class Training:
     self.score = None
     self.step_done += 1
     self.cursor += self.config.data.num_tasks
-    found = metrics.rollout(groups, rows, self.config.agent_names)
+    mixed = self.stream.sources if len(self.stream.sources) > 1 else ()
+    found = metrics.rollout(groups, rows, self.config.agent_names, tuple(mixed))
     found |= metrics.baselines(
       estimate.num_singleton,
       estimate.num_zero_variance,
@@ -567,6 +576,7 @@ class Training:
   def restore(self, allow_change: Sequence[str]) -> None:
     """The newest checkpoint of the workdir, or the checkpoint folders."""
     run = self.checkpoints.run()
+    self._check_alike(run)
     self._check_resume(run, allow_change)
     for name, backbone in self.backbones.items():
       if run is None or name not in self.config.trained:
@@ -576,7 +586,8 @@ class Training:
       states, run = self.checkpoints.restore(
         {n: self.backbones[n].abstract_state() for n in self.config.trained}
       )
-      self._check_resume(run, allow_change)  # it may be an older one
+      self._check_alike(run)  # it may be an older one
+      self._check_resume(run, allow_change)
       _say(f"goes on from step {run.step} of {self.workdir}")
       for name, state in states.items():
         self.backbones[name].state = state
@@ -593,6 +604,18 @@ class Training:
       self._open_writer(run)
     except OSError as e:
       raise config_lib.ConfigError(f"--workdir={self.workdir}: {e}") from e
+
+  def _check_alike(self, run: checkpoint.Run | None) -> None:
+    """A host that cannot read what the others can would train other weights."""
+    mine = {"step": run and run.step}
+    steps = [s["step"] for s in hosts.agree("resume", mine)]
+    if any(step != steps[0] for step in steps):
+      raise config_lib.ConfigError(
+        f"--workdir={self.workdir}: the newest checkpoint that can be read is, "
+        f"by host, that of step {', '.join(map(str, steps))}; all must see the "
+        "same folder (NFS, a mounted bucket), and read the same one: move a "
+        "broken one away on all of them"
+      )
 
   def _check_resume(
     self, run: checkpoint.Run | None, allow_change: Sequence[str]
@@ -705,13 +728,13 @@ def _evaluate(
 ) -> int:
   """`--mode=eval`: a checkpoint of the workdir, or the policies as they come
   where it has none, on the held-out sets; leaves <workdir>/eval/step_<N>."""
+  tasks, fingerprints = _held_out(config)
   # Nothing is trained, so nothing of an optimizer is planned or loaded.
   frozen = {
     name: dataclasses.replace(policy, frozen=True)
     for name, policy in config.policies.items()
   }
   backbones = _build(dataclasses.replace(config, policies=frozen))
-  tasks, fingerprints = _held_out(config)
   stop = Stop(0.0, "the evaluation ends here, and what it has played is kept")
   player = _rollout(config, backbones, stop)
   try:
@@ -754,7 +777,11 @@ def _restore_params(
   checkpoints = checkpoint.Checkpoints(workdir, read_only=True)
   with _blaming("--step"):
     run = checkpoints.run(checkpoints.find(step) if step else None)
-  done = hosts.agree("step", {"step": run.step if run else 0})[0]["step"]
+  # The run may be under way: all hosts take what the first one found.
+  found = hosts.agree("step", {"step": run and run.step})[0]["step"]
+  if found != (run and run.step):
+    run = None if found is None else checkpoints.run(found)
+  done = found or 0
   if run is None:
     _say(f"no checkpoint in {workdir}: the policies as they come")
   else:

@@ -58,10 +58,10 @@ class Stream:
     """
     self.sources = dict(sources)
     for key, source in self.sources.items():
-      if len(source) == 0:
-        raise ValueError(f"{key} has no rows; choose another split")
+      _check_rows(key, source)
     self.seed = seed
-    self._keys = tuple(self.sources)
+    # In an order of their own: that of the config's entries means nothing.
+    self._keys = tuple(sorted(self.sources))
     self._counts = _shares([(weights or {}).get(k, 1.0) for k in self._keys])
     for key, count in zip(self._keys, self._counts, strict=True):
       if not count:
@@ -119,8 +119,18 @@ def _shares(weights: list[float]) -> list[int]:
 
 
 def held_out(key: str, source: Source, num: int) -> list[Task]:
-  """The first `num` rows in their own order, or all if there are fewer."""
+  """The first `num` rows in their own order, or all if there are fewer.
+
+  Raises:
+    ValueError: there are no rows.
+  """
+  _check_rows(key, source)
   return [_task(key, source, i, i) for i in range(min(num, len(source)))]
+
+
+def _check_rows(key: str, source: Source) -> None:
+  if len(source) == 0:
+    raise ValueError(f"{key} has no rows; choose another split or its options")
 
 
 def _task(key: str, source: Source, index: int, position: int) -> Task:

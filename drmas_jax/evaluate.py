@@ -15,6 +15,7 @@ are, how many hosts play, and where an evaluation was killed change nothing.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -65,15 +66,22 @@ class Scores:
       [answers[:k] for answers in self.answers[:num_tasks]],
     )
 
-  def by_question(self) -> dict[str, np.ndarray]:
+  @property
+  def answered(self) -> bool:
+    """Whether any episode gave an answer."""
+    return any(a is not None for answers in self.answers for a in answers)
+
+  def by_question(self, vote: bool) -> dict[str, np.ndarray]:
     """{"avg@k": a score of each question that has one, "maj@k": .., ..}.
 
-    pass@ has besides k itself each power of 4 below it; maj@ is there if any
-    episode gave an answer.
+    pass@ has besides k itself each power of 4 below it.
+
+    Args:
+      vote: whether maj@ is there.
     """
     k = self.success.shape[1]
     found = {f"avg@{k}": metrics.avg_by_question(self.success, self.ok)}
-    if any(a is not None for answers in self.answers for a in answers):
+    if vote:
       found[f"maj@{k}"] = metrics.maj_by_question(
         self.answers, self.success, self.ok
       )
@@ -119,8 +127,10 @@ class Evaluation:
 
   def summary(self) -> Summary:
     """{set: {"avg@k": (mean, low, high), ..}}, and "macro": the mean over sets
-    of what all of them have; {} if there is nothing."""
-    scores = {name: s.by_question() for name, s in self.sets.items()}
+    of what all of them have; {} if there is nothing. maj@ is there if any
+    episode of any set gave an answer: a set without one has 0."""
+    vote = any(s.answered for s in self.sets.values())
+    scores = {name: s.by_question(vote) for name, s in self.sets.items()}
     found = {
       name: {what: metrics.bootstrap(v) for what, v in values.items()}
       for name, values in scores.items()
@@ -271,8 +281,8 @@ def run(
   whole = rollout.team.environment.scores_groups
   known = {} if store is None else _usable(store.records, own, k, whole)
   play = _Play(known, k * sum(map(len, own.values())), store)
-  stopped = False
-  try:
+  mine: dict[str, Any] = {"stopped": True}
+  with contextlib.closing(play), contextlib.suppress(Stopped):
     for name, tasks in own.items():
       rollout.collect(
         tasks,
@@ -282,15 +292,10 @@ def run(
         skip={(t.position, i) for t in tasks for i in play.done(t, k)},
         finished=play.finished,
       )
-  except Stopped:
-    stopped = True
-  finally:
-    play.close()
-  shares = hosts.agree(
-    "evaluation",
-    {"stopped": True} if stopped else play.share(own, k),
-    config.placement.timeout_s,
-  )
+    mine = play.share(own, k)
+  # Of hours, equal shares may differ by more than other waits may last.
+  limit = config.placement.timeout_s + time.monotonic() - began
+  shares = hosts.agree("evaluation", mine, limit)
   if any(s["stopped"] for s in shares):
     raise Stopped
   return _merge(shares, sets, k, play.records, time.monotonic() - began)
@@ -464,6 +469,7 @@ def write(
     "sampling": sampling(config),
     "seed": config.seed,
     "policies": dict(policies),
+    "deterministic": not evaluation.num_clocked,
     "manifest": dict(manifest),
     "sources": {
       name: {
@@ -514,6 +520,12 @@ def _report(result: Mapping[str, Any], evaluation: Evaluation) -> str:
     f"{evaluation.tokens_per_s:.0f} tokens/s"
     + (f"; {kept} were there already" if kept else ""),
   ]
+  failed = [r.fault for r in evaluation.records if r.fault and not r.ok]
+  if failed:
+    lines.append(
+      "episodes that failed are left out and never count as wrong; the first: "
+      f"{failed[0]['kind']}: {failed[0]['message']}"
+    )
   if evaluation.num_clocked:
     lines.append(
       f"a time limit decided in {evaluation.num_clocked} episodes, so that the "

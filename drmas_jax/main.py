@@ -81,6 +81,20 @@ def _overrides(extra: Sequence[str]) -> list[str]:
   return found
 
 
+def _check_mode(args: argparse.Namespace) -> None:
+  """Flags that another mode has no use for."""
+  for flag, mode in (
+    ("step", "eval"),
+    ("fresh", "eval"),
+    ("allow_change", "train"),
+  ):
+    if getattr(args, flag) and args.mode != mode:
+      raise config_lib.ConfigError(
+        f"--{flag}: has no effect with --mode={args.mode}; remove it, or use "
+        f"--mode={mode}"
+      )
+
+
 def _default_workdir(config: str, mode: str) -> str:
   suffix = "_sft" if mode == "sft" else ""
   return f"runs/{pathlib.Path(config).stem}{suffix}"
@@ -109,12 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   args, extra = _parser().parse_known_args(argv)
   try:
     config = config_lib.read(args.config, _overrides(extra), args.mode)
-    if args.mode != "eval" and (args.step or args.fresh):
-      flag = "--step" if args.step else "--fresh"
-      raise config_lib.ConfigError(
-        f"{flag}: has no effect with --mode={args.mode}; remove it, or use "
-        "--mode=eval"
-      )
+    _check_mode(args)
     workdir = args.workdir or _default_workdir(args.config, args.mode)
     if "://" in workdir:
       raise config_lib.ConfigError(

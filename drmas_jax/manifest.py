@@ -24,7 +24,7 @@ from drmas_jax import writers
 
 PACKAGES = (
   *("drmas-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint"),
-  *("google-jetstream", "numpy", "transformers", "sympy", "math-verify"),
+  *("google-jetstream", "numpy", "transformers", "mpmath"),
 )
 _GIT_S = 10.0  # of one call
 _PATCH_BYTES = 1_000_000

@@ -1,6 +1,7 @@
 """From groups, scores and samples to {name: float}; numpy, on the host.
 
-Names are `<what>/<agent>`, and `<what>/team` for what belongs to no one agent.
+Names are `<what>/<agent>`, `<what>/team` for what belongs to no one agent, and
+`<what>_on/<source>` for what the team does on each data set of a mixture.
 A count is always there and says 0; a mean over nothing is absent. Nothing is
 NaN. Failed episodes are in the `episodes/..` counts and nowhere else.
 
@@ -28,6 +29,7 @@ def rollout(
   groups: Sequence[Group],
   rows: rewards.Rows,
   agents: Sequence[str],
+  sources: Sequence[str] = (),
 ) -> dict[str, float]:
   """All that a step's episodes say, before any update.
 
@@ -35,8 +37,12 @@ def rollout(
     groups: of one step.
     rows: their scored turns, from `rewards.row_scores`.
     agents: the sorted names.
+    sources: keys of the data sets, where several are mixed.
   """
   found = episodes(groups)
+  for source in sources:
+    own = episodes([g for g in groups if g.task.source == source])
+    found |= {k.replace("/team", f"_on/{source}"): v for k, v in own.items()}
   turn_faults = collections.Counter(
     t.agent for g in groups for e in g.episodes for t in e.turns if t.fault
   )
@@ -107,7 +113,8 @@ def turns(own: Sequence[Turn]) -> dict[str, float]:
 
 
 def outcomes(groups: Sequence[Group], agent: str) -> dict[str, float]:
-  """Mean reward, and each of its parts, over ok episodes with the agent in."""
+  """Mean reward, and each of its parts, over the `episodes_in`: ok episodes
+  with the agent in."""
   played = [
     e.outcome
     for g in groups
@@ -118,7 +125,8 @@ def outcomes(groups: Sequence[Group], agent: str) -> dict[str, float]:
   for outcome in played:
     for name, value in outcome.parts.items():
       parts[name].append(value)
-  found = _mean("reward", [o.of(agent) for o in played])
+  found = {"episodes_in": len(played)}
+  found |= _mean("reward", [o.of(agent) for o in played])
   for name, values in parts.items():
     found |= _mean(f"part_{name}", values)
   return _floats(found)
@@ -131,8 +139,9 @@ def moments(rows: rewards.Rows, agent: int) -> dict[str, float]:
       mu, sigma       the same over episodes, each the mean of all its rows
       kappa_k = (sigma_k^2 + (mu_k - mu)^2) / sigma^2
 
-  Means over groups: of `mu` and `sigma` (mu_k, sigma_k) over those with a row
-  of the agent, of `kappa` over those among them whose sigma is above
+  Means over groups: of `mu` and `sigma` (mu_k, sigma_k) over the `groups_in`,
+  those with a row of the agent, of `kappa` over those among them whose sigma
+  is above
   rule 5's tolerance, 1e-5 * max(1, max|episode score|): `kappa_groups` of them.
 
   Source: arXiv 2602.08847, lemma 4.2.
@@ -148,7 +157,7 @@ def moments(rows: rewards.Rows, agent: int) -> dict[str, float]:
     if team.std() > _ZERO * max(1.0, np.abs(team).max()):
       square = own.var() + (own.mean() - team.mean()) ** 2
       kappas.append(square / team.var())
-  found = {"kappa_groups": len(kappas)}
+  found = {"groups_in": len(means), "kappa_groups": len(kappas)}
   found |= _mean("mu", means) | _mean("sigma", deviations)
   return _floats(found | _mean("kappa", kappas))
 
@@ -203,15 +212,19 @@ def update(
 _SUMMED = (
   *("turns", "tokens", "turn_faults", "episodes", "wall_clock_faults"),
   *("kappa_groups", "singleton_groups", "zero_variance_groups", "rollout"),
-  *("prompt_cut", "chat_splits"),
+  *("groups_in", "prompt_cut", "chat_splits"),
 )
+_MEAN_OVER = {
+  **{"kappa": "kappa_groups", "mu": "groups_in", "sigma": "groups_in"},
+  **{"reward": "episodes_in", "part": "episodes_in", "entropy": "tokens"},
+}  # what an agent's mean is over, where that is not its turns
 
 
 def merge(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
   """One set of metrics from every host's.
 
   Counts and rates of tokens add up; of a maximum the largest counts; a mean is
-  weighted by what it is a mean of: an agent's turns, groups for kappa.
+  weighted by what it is over, so that it is that of all hosts' episodes.
   """
   if len(hosts) == 1:
     return dict(hosts[0])
@@ -225,10 +238,19 @@ def merge(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     elif what.endswith("_max") or what in ("ratio_error", "time"):
       merged[name] = max(values)
     else:
-      count = "kappa_groups" if what == "kappa" else "turns"
-      weights = [host.get(f"{count}/{whose}", 1.0) for host in having]
+      weights = [_weight(what, whose, host) for host in having]
       merged[name] = float(np.average(values, weights=weights))
   return merged
+
+
+def _weight(what: str, whose: str, host: Mapping[str, float]) -> float:
+  """How many turns, episodes, .. are behind a host's mean."""
+  on = "_on" if what.endswith("_on") else ""
+  if on or whose == "team":
+    failed = host.get(f"episodes_failed{on}/{whose}", 0.0)
+    return host.get(f"episodes{on}/{whose}", 1.0) - failed
+  count = _MEAN_OVER.get(what.partition("_")[0], "turns")
+  return host.get(f"{count}/{whose}", 1.0)
 
 
 # -- evaluation: P questions, n episodes each ----------------------------------

@@ -27,6 +27,7 @@ from drmas_jax.types import Fault
 
 _GAP = " ... "  # in place of what was cut
 _LEAST = 32  # tokens that stay of a part of age 0
+_THINK = "<think>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,12 @@ class Prompt:
   split: bool = False
   cut: bool = False
   fault: Fault | None = None
+
+  @property
+  def opened(self) -> str:
+    """ "<think>" where the template ends the prompt with it: the completion
+    then begins within the reasoning (rule 13). Otherwise ""."""
+    return _THINK if self.text.rstrip().endswith(_THINK) else ""
 
 
 def limit(agent: config_lib.Agent, engine: config_lib.Engine) -> int:

@@ -152,7 +152,8 @@ def folder(workdir: pathlib.Path, step: int) -> pathlib.Path:
 def cut_after(workdir: pathlib.Path, step: int) -> None:
   """Drops evaluations of later steps, which a run that goes on plays anew."""
   for path in (workdir / "eval").glob("step_*"):
-    if int(path.name.removeprefix("step_")) > step:
+    number = path.name.removeprefix("step_")
+    if number.isdigit() and int(number) > step:  # not a copy of the user's
       shutil.rmtree(path)
 
 
@@ -242,7 +243,9 @@ def _same(
   if faults:
     raise config_lib.ConfigError(
       f"{folder}: holds episodes of another evaluation, from which this one "
-      "cannot go on; set back what differs, name another --workdir, or give "
-      "them up with --fresh:\n" + "\n".join(faults)
+      "cannot go on; set back what differs, or give them up with --fresh, or, "
+      "to keep both, name another --workdir (where checkpoint='run:WORKDIR/"
+      "POLICY@STEP' is a policy that was trained in this one):\n"
+      + "\n".join(faults)
     )
   return {**new, "sources": sources}

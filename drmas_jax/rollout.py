@@ -357,7 +357,7 @@ class _Collection:
         prompt_ids=prompt.ids,
         max_tokens=member.config.max_tokens,
         sampling=self.sampling or member.config.sampling,
-        closes=member.role.closes,
+        closes=_closes_behind(prompt.opened, member.role.closes),
         shared_by=len(self.group_of[play.key[0]].episodes) if first else 1,
         deadline=time.monotonic() + self.rollout.config.rollout.turn_timeout_s,
       ),
@@ -394,7 +394,7 @@ class _Collection:
     asked = play.waiting.pop(turn_index)
     asked.chat.hear(turn_index, completion.ids, completion.text)
     member = self.team.members[asked.agent]
-    reply = self._parse(play, member, completion)
+    reply = self._parse(play, member, asked.prompt.opened, completion)
     play.episode.turns.append(
       Turn(
         agent=asked.agent,
@@ -421,13 +421,14 @@ class _Collection:
       self._advance(play, asked.strand, reply)
 
   def _parse(
-    self, play: _Play, member: Member, completion: Completion
+    self, play: _Play, member: Member, opened: str, completion: Completion
   ) -> Reply | None:
     if completion.fault is not None:
       return None
+    text = opened + completion.text
     try:
       return member.role.parse(
-        completion.text, completion.stop_reason, **member.config.options
+        text, completion.stop_reason, **member.config.options
       )
     except Exception as e:
       e.add_note(f"parsing a turn of {member.name!r}; {_where(play.episode)}")
@@ -517,6 +518,20 @@ class _Collection:
         play.episode.status = "cancelled"
         play.done = True
         _close(play)
+
+
+def _closes_behind(
+  opened: str, closes: Callable[[str], int | None] | None
+) -> Callable[[str], int | None] | None:
+  """`closes` for what stands behind `opened`."""
+  if closes is None or not opened:
+    return closes
+
+  def behind(text: str) -> int | None:
+    end = closes(opened + text)
+    return None if end is None else end - len(opened)
+
+  return behind
 
 
 def _close(play: _Play) -> None:

@@ -85,35 +85,44 @@ class _Demonstrations:
   def turns(self, task, rng: np.random.Generator) -> list[Turn]:
     make = self._makers[task.source]
     played = make(task, rng, **self._config.sft.options)
-    turns = []
-    for member in self._members:
-      for args, completion in played[member.name]:
-        messages = member.role.messages(member.config.template, *args)
-        prompt = prompts.Chat(self._tokenizer).ask(
-          messages, self._limit[member.name], member.config.cut
-        )
-        if prompt.fault is not None:
-          raise RunError(
-            f"a demonstration of {member.name!r} for {task.source}"
-            f"[{task.index}]: {prompt.fault.message}"
-          )
-        ids = self._tokenizer.encode(completion)
-        ids = np.append(ids, self._tokenizer.end_of_turn_id).astype(np.int32)
-        turns.append(
-          Turn(
-            agent=member.name,
-            policy=member.config.policy,
-            index=len(turns),
-            prompt_ids=prompt.ids,
-            completion_ids=ids,
-            sampler_logprobs=np.zeros(len(ids), np.float32),
-            log_kept_mass=np.zeros(len(ids), np.float32),
-            stop_reason="stop",
-            policy_version=0,
-            valid=True,
-          )
-        )
-    return turns
+    shown = [
+      (member, demonstration)
+      for member in self._members
+      for demonstration in played[member.name]
+    ]
+    return [
+      self._turn(i, task, member, *demonstration)
+      for i, (member, demonstration) in enumerate(shown)
+    ]
+
+  def _turn(self, index: int, task, member, args, completion: str) -> Turn:
+    row = f"{task.source}[{task.index}]"
+    where = f"a demonstration of {member.name!r} for {row}"
+    messages = member.role.messages(member.config.template, *args)
+    prompt = prompts.Chat(self._tokenizer).ask(
+      messages, self._limit[member.name], member.config.cut
+    )
+    if prompt.fault is not None:
+      raise RunError(f"{where}: {prompt.fault.message}")
+    ids = self._tokenizer.encode(completion)
+    ids = np.append(ids, self._tokenizer.end_of_turn_id).astype(np.int32)
+    if len(ids) > member.config.max_tokens:  # it could never be sampled
+      raise RunError(
+        f"{where}: it has {len(ids)} tokens; allowed are "
+        f"agents.{member.name}.max_tokens={member.config.max_tokens}; raise it"
+      )
+    return Turn(
+      agent=member.name,
+      policy=member.config.policy,
+      index=index,
+      prompt_ids=prompt.ids,
+      completion_ids=ids,
+      sampler_logprobs=np.zeros(len(ids), np.float32),
+      log_kept_mass=np.zeros(len(ids), np.float32),
+      stop_reason="stop",
+      policy_version=0,
+      valid=True,
+    )
 
 
 def _spec(sft: config_lib.Sft, backbone: Backbone) -> learner.Spec:

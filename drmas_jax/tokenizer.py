@@ -67,12 +67,18 @@ class Tokenizer:
       if token.special
     }
     longest_first = sorted(special, key=len, reverse=True)
-    self._special = re.compile("|".join(map(re.escape, longest_first)) or "$^")
+    any_of = "|".join(map(re.escape, longest_first))
+    self._special = re.compile(any_of or "(?!)")  # which is nowhere
     self.vocab_size = len(hf)
     self._end = self._end_of_turn()
     self.end_of_turn_id = self._end and hf.convert_tokens_to_ids(self._end)
     ends = {*end_ids, self.end_of_turn_id, hf.eos_token_id} - {None}
     self.stop_ids = tuple(sorted(ends))
+    if not ends:
+      raise ValueError(
+        "checkpoint: nothing in its files ends a completion; write "
+        "eos_token_id in generation_config.json"
+      )
     pad = hf.pad_token_id
     self.pad_id = self.stop_ids[0] if pad is None else pad
 

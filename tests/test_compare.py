@@ -141,6 +141,12 @@ def test_other_metrics(tmp_path, capsys):
   for metric in ("avg@4", "pass@3", "maj@1", "acc", "avg@0"):
     assert call(ours, "--metric", metric) == 2
     assert f"--metric={metric}: " in capsys.readouterr().err
+  # All wrong is without an answer here: 0 beside others, no vote alone.
+  none = {key: np.zeros_like(rows).tolist() for key, rows in ONE.items()}
+  zero = save(tmp_path / "zero", none)
+  assert call(ours, zero, "--metric=maj@2") == 0
+  assert call(zero, "--metric=maj@2") == 2
+  assert "gave an answer to vote by" in capsys.readouterr().err
 
 
 def test_a_run_against_its_copy(tmp_path):

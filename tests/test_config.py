@@ -214,7 +214,7 @@ WRONG = [
   (
     "agents.solver.template=shrt",
     "agents.solver.template: 'shrt' is no template of math.solver; allowed "
-    "are default, short; rename it",
+    "are default, short…; rename it",
   ),
   (
     "orchestra.name=mth",
@@ -288,6 +288,24 @@ WRONG = [
     "agents.verifier.options={'missing_verdict': 'perhaps'}",
     "agents.verifier.options.missing_verdict: 'perhaps' is not allowed; write "
     "one of 'approve', 'reject'",
+  ),
+  (
+    "data.sources.own={'name': 'own', 'options': {'rows': 5}}",
+    "data.sources.own.options.rows: 5 is not allowed; write a string or a dict "
+    "of NAME: a string",
+  ),
+  (
+    "eval.sources.a={'name': 'aime24', 'options': {'cache_dir': 5}}",
+    "eval.sources.a.options.cache_dir: 5 is not allowed; write a string or "
+    "None",
+  ),
+  (
+    "eval.sampling={'top_k': 1.5}",
+    "eval.sampling.top_k: 1.5 is not allowed; write an integer",
+  ),
+  (
+    "data.sources.own.weight=2",
+    "data.sources.own.weight: has no effect with one source; remove it",
   ),
   (
     "data.sources.own.name=own_team.tasks",

@@ -72,6 +72,8 @@ def test_held_out_is_the_head_in_order():
 def test_an_empty_source_is_refused():
   with pytest.raises(ValueError, match="letters has no rows"):
     data.Stream({"letters": Letters(0)}, seed=0)
+  with pytest.raises(ValueError, match="letters has no rows"):
+    data.held_out("letters", Letters(0), 3)
 
 
 def _mixture(seed=0, **weights):
@@ -105,6 +107,11 @@ def test_a_mixture_does_not_depend_on_how_it_is_cut(num):
   pieces = [stream.tasks(c, min(num, 2500 - c)) for c in range(0, 2500, num)]
   assert [t for piece in pieces for t in piece] == whole
   assert whole != _mixture(seed=1, a=1.0, bb=0.3).tasks(0, 2500)
+
+
+def test_the_order_of_a_mixtures_entries_means_nothing():
+  one, other = _mixture(bb=0.3, a=1.0), _mixture(a=1.0, bb=0.3)
+  assert one.tasks(0, 1200) == other.tasks(0, 1200)
 
 
 def test_a_source_that_would_never_be_drawn_is_refused():

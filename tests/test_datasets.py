@@ -163,9 +163,13 @@ def test_demonstrations_are_a_function_of_the_generator():
   ("options", "sizes"),
   [
     ({}, (2 * 90**2 - 1620, 1620)),
-    ({"digits": 1, "operators": "*"}, (73, 8)),
+    ({"low": 1, "high": 9, "operators": "*"}, (73, 8)),
+    ({"low": 0, "high": 20, "operators": "+", "test_share": 0.25}, (331, 110)),
     ({"num_terms": 3, "operators": "*+-", "num_tasks": 3000}, (3000, 10_000)),
-    ({"num_terms": 6, "digits": 4, "num_tasks": 500}, (500, 10_000)),
+    (
+      {"num_terms": 6, "low": 100, "num_tasks": 500, "high": 999},
+      (500, 10_000),
+    ),
   ],
 )
 def test_sums(options, sizes):
@@ -173,15 +177,16 @@ def test_sums(options, sizes):
   assert tuple(map(len, splits)) == sizes
   rows = [split[i] for split in splits for i in range(len(split))]
   assert len({row["question"] for row in rows}) == len(rows)
-  digits, signs = options.get("digits", 2), options.get("operators", "+-")
-  term = rf"[1-9]\d{{{digits - 1}}}"
+  low, high = options.get("low", 10), options.get("high", 99)
+  signs = re.escape(options.get("operators", "+-"))
   form = re.compile(
-    rf"{term}( [{re.escape(signs)}] {term})"
-    rf"{{{options.get('num_terms', 2) - 1}}}"
+    rf"\d+( [{signs}] \d+){{{options.get('num_terms', 2) - 1}}}"
   )
   for row in rows:
     assert form.fullmatch(row["question"])
     assert row["answer"] == str(eval(row["question"]))
+    terms = map(int, re.findall(r"\d+", row["question"]))
+    assert all(low <= term <= high for term in terms)
 
 
 @pytest.mark.quick
@@ -207,7 +212,9 @@ def test_fingerprints_of_generated_sets():
     sums.make("train"),
     sums.make("test"),
     sums.make("train", num_terms=3),
-    sums.make("train", digits=1),
+    sums.make("train", low=1),
+    sums.make("train", high=98),
+    sums.make("train", test_share=0.2),
     sums.make("train", operators="+"),
     sums.make("train", num_tasks=5),
     arithmetic.make("train"),
@@ -226,8 +233,10 @@ def test_fingerprints_of_generated_sets():
   [
     ("val", {}, "split='val' is not allowed; it has train, test"),
     ("train", {"num_terms": 1}, "num_terms=1 is not allowed; write one >= 2"),
-    ("train", {"digits": 0}, "digits=0"),
-    ("train", {"digits": 5}, "digits=5 is not allowed; write one <= 4"),
+    ("train", {"low": -1}, "low=-1"),
+    ("train", {"high": 10}, "high=10 is not allowed; write one above low=10"),
+    ("train", {"high": 10_000}, "high=10000"),
+    ("train", {"test_share": 1.0}, "test_share=1.0"),
     ("train", {"num_tasks": 0}, "num_tasks=0"),
     ("train", {"operators": ""}, "operators=''"),
     (
@@ -483,6 +492,19 @@ def test_answers_of_minerva(raw, ours, tmp_path):
   assert row["answer"] == ours
 
 
+def test_answers_of_olympiadbench(tmp_path):
+  """A list, or what the authors' preprocessing makes of one."""
+  raw = [["2"], "['2']", "['$69$', '$84$']", "[0,1]", "$[1,2]$", []]
+  rows = [{"problem": "p", "answer": answer} for answer in raw]
+  _lines(tmp_path / "olympiadbench.jsonl", rows[:-1])
+  made = _all(_make("olympiadbench", "test", tmp_path, tmp_path))
+  golds = ["2", "2", "$69$, $84$", "[0,1]", "$[1,2]$"]
+  assert [row["answer"] for row in made] == golds
+  _lines(tmp_path / "olympiadbench.jsonl", rows[-1:])
+  with pytest.raises(ValueError, match=r"row 0: the answer is ''"):
+    _make("olympiadbench", "test", tmp_path, tmp_path)
+
+
 def test_the_suffix_of_dapo_goes_and_nothing_else(tmp_path):
   end = (
     "let's  think step by step and output the final answer within \\boxed{}."
@@ -628,6 +650,16 @@ def test_a_lock_is_waited_for_with_a_limit(tmp_path, monkeypatch):
     pass
 
 
+def test_a_cache_that_cannot_be_written(tmp_path):
+  _gsm8k(tmp_path, ["1"])
+  with pytest.raises(ValueError, match=r"cache_dir: .*Not a directory"):
+    public.SETS["gsm8k"].make(
+      "train",
+      data_dir=str(tmp_path),
+      cache_dir=str(tmp_path / "gsm8k_test.jsonl" / "cache"),
+    )
+
+
 def test_the_table_stands_beside_the_files(root):
   files = {p.stem for p in (root / "drmas_jax" / "datasets").glob("*.py")}
   assert not files & set(public.SETS)
@@ -715,6 +747,7 @@ def module(monkeypatch):
   found.ROWS = ROWS
   found.SQUARES = _Squares()
   found.NUMBER = 3
+  found.PAIRS = [("1+1", 2)]
   monkeypatch.setitem(sys.modules, "my_rows", found)
   return found
 
@@ -792,6 +825,7 @@ def test_a_big_file_is_not_held_in_memory(tmp_path):
     ('{"question": "q", "answer": ["a", " "]}', {}, "the answer is ' '"),
     ('{"question": "q", "answer": null}', {}, "the answer is None"),
     ('{"question": "q", "answer": true}', {}, "the answer is True"),
+    ('{"question": "q", "answer": NaN}', {}, "the answer is nan; write a text"),
     ('{"question": " ", "answer": 1}', {}, "the question is ' '; write a text"),
     (
       '{"question": "q", "answer": 1, "a": [{"b": 2}]}',
@@ -823,6 +857,7 @@ def test_bad_rows_of_ones_own(text, options, message, tmp_path):
     ({"test": "my_rows:NO"}, "rows='my_rows:NO' cannot be used"),
     ({"test": "my_rows:NUMBER"}, "rows='my_rows:NUMBER' cannot be used"),
     ({"test": "no_such_module:ROWS"}, "No module named 'no_such_module'"),
+    ({"test": "my_rows:PAIRS"}, "PAIRS: row 0: tuple, not a mapping of fields"),
   ],
 )
 def test_bad_places_of_ones_own_rows(rows, message, module):

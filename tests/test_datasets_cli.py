@@ -143,7 +143,7 @@ def test_show_rows_of_ones_own(run, tmp_path, monkeypatch):
 @pytest.mark.quick
 def test_show_what_is_generated(run):
   code, out, err = run(
-    "show sums --option digits=1 --option operators=+ --rows 0"
+    "show sums --option low=1 --option high=9 --option operators=+ --rows 0"
   )
   assert (code, err) == (0, "")
   assert "sums train\n  rows          73\n" in out
@@ -176,8 +176,8 @@ def test_show_counts_tokens(run, root):
     ("show public", "'public' has no make"),
     ("show sums --split val", "sums val: split='val' is not allowed"),
     ("show sums --data_dir x", "sums: got an unexpected keyword argument 'dat"),
-    ("show sums --option digits=9", "digits=9 is not allowed; write one <= 4"),
-    ("show sums --option digits", "--option digits: write KEY=VALUE"),
+    ("show sums --option high=9", "high=9 is not allowed; write one above low"),
+    ("show sums --option high", "--option high: write KEY=VALUE"),
     ("show own", "own: missing a required argument: 'rows'; its options are"),
     ("show {}/none.jsonl", "none.jsonl: no such file"),
     ("show json:NONE", "rows='json:NONE' cannot be used"),
@@ -185,7 +185,7 @@ def test_show_counts_tokens(run, root):
     ("prepare sums", "'sums' needs no preparing; allowed are dapo_math, math"),
     (
       "show sums --split test --rows 0 --tokenizer {}/none",
-      "none: ",
+      "none: no tokenizer.json there that can be read (",
     ),
   ],
 )

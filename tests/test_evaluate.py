@@ -1,10 +1,12 @@
 """Held-out evaluation: numbers by hand, and that it goes on where it was."""
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import types as pytypes
 
 import jax
@@ -13,8 +15,17 @@ import pytest
 import small_run
 from test_rollout import Role, Scripted
 
+from drmas_jax import (
+  compare,
+  evaluate,
+  hosts,
+  main,
+  records,
+  rollout,
+  sampling,
+  writers,
+)
 from drmas_jax import config as config_lib
-from drmas_jax import evaluate, main, records, rollout, sampling, writers
 from drmas_jax.types import Fault, Outcome, Task
 
 K = 3
@@ -65,16 +76,16 @@ def test_summary_by_set_and_over_sets():
   }
   assert means == {
     "one": {"avg@4": 0.375, "maj@4": 0.5, "pass@4": 0.5},
-    "two": {"avg@4": 0.25, "pass@4": 1.0},
-    # Nobody can vote in the other set.
-    "macro": {"avg@4": 0.3125, "pass@4": 0.75},
+    # Nobody has an answer there: its votes are lost, and not left out.
+    "two": {"avg@4": 0.25, "maj@4": 0.0, "pass@4": 1.0},
+    "macro": {"avg@4": 0.3125, "maj@4": 0.25, "pass@4": 0.75},
   }
   for values in summary.values():
     for mean, low, high in values.values():
       assert 0 <= low <= mean <= high <= 1
   found = both.metrics()
   assert found["eval/avg@4"] == both.score == 0.3125
-  assert found["eval/one/maj@4"] == 0.5 and "eval/maj@4" not in found
+  assert found["eval/one/maj@4"] == 0.5 and found["eval/maj@4"] == 0.25
   assert (
     found["eval/turns/a"] == 2 and found["eval/wall_clock_faults/team"] == 1
   )
@@ -112,9 +123,9 @@ def test_failed_episodes_are_not_wrong_ones():
   assert gone.summary() == {} and gone.score is None
 
 
-def record(parts=None, ok=True, turns=()):
+def record(parts=None, ok=True, turns=(), fault=None):
   return records.Record(
-    "s", 0, 0, ok, True, None, parts or {}, list(turns), None, False
+    "s", 0, 0, ok, True, None, parts or {}, list(turns), fault, False
   )
 
 
@@ -298,6 +309,21 @@ def test_twice_as_many_episodes_as_slots_are_under_way():
 
 
 @pytest.mark.quick
+def test_a_host_that_is_done_waits_as_long_again(monkeypatch):
+  limits, agree = [], hosts.agree
+
+  def noted(name, values, timeout_s):
+    limits.append(timeout_s)
+    return agree(name, values, timeout_s)
+
+  monkeypatch.setattr(hosts, "agree", noted)
+  world, began = World(), time.monotonic()
+  world.run(one=tasks("one", 2))
+  took, (limit,) = time.monotonic() - began, limits
+  assert 0 < limit - world.config.placement.timeout_s <= took
+
+
+@pytest.mark.quick
 def test_stopped_and_gone_on(tmp_path):
   """A turn that was late is played again, a line cut short is dropped."""
   sets = {"one": tasks("one", 6), "two": tasks("two", 4)}
@@ -357,7 +383,7 @@ def test_another_evaluation_is_refused(tmp_path):
   said = str(caught.value)
   assert "seed: was 0 there, is now 1" in said
   assert "sources.one: was 'f' there, is now 'other'" in said
-  assert "--fresh" in said and "two" not in said
+  assert "--fresh" in said and "run:WORKDIR/" in said and "two" not in said
   with pytest.raises(config_lib.ConfigError, match="--workdir"):
     open_store(tmp_path / "identity.json" / "under")
 
@@ -422,6 +448,7 @@ def test_files(tmp_path):
   )
   config = World().config
   about = {
+    "config": {"seed": 0},
     "grader": {"environment": "math", "version": "3"},
     "data": {"eval/one": "f", "eval/two": "g"},
     "devices": {"count": 1, "kind": "cpu"},
@@ -430,6 +457,9 @@ def test_files(tmp_path):
     "versions": {"jax": "1"},
   }
   folder = records.folder(tmp_path, 5)
+  fault = {"kind": "prompt", "message": "of 9 tokens"}
+  lost = [record(), record(ok=False, fault=fault)]
+  result = dataclasses.replace(result, records=lost)
   text = evaluate.write(folder, result, config, 5, {"p": "x"}, about)
   assert (folder / "results.md").read_text() == text
   lines = text.splitlines()
@@ -438,9 +468,11 @@ def test_files(tmp_path):
   assert "0.750 [" in lines[4] and lines[5].split("|")[3].strip() == "1"
   assert lines[6].startswith("| macro ")
   assert "temperature 1, top-p 1" in text and "math, version 3" in text
+  assert "never count as wrong; the first: prompt: of 9 tokens" in text
   found = json.loads((folder / "results.json").read_text())
   assert found["format"] == 1 and found["label"] == "step_5"
   assert found["step"] == 5 and found["k"] == 2 and found["seed"] == 0
+  assert found["deterministic"] is False  # rule 26: a clock decided in one
   assert found["sampling"]["a"]["temperature"] == 1
   assert found["sources"]["one"] == {
     "fingerprint": "f",
@@ -452,15 +484,21 @@ def test_files(tmp_path):
   assert found["sources"]["two"]["ok"] == [[1, 0]]
   assert found["summary"]["one"]["avg@2"][0] == 0.75
   assert found["manifest"] == about
+  # What compares evaluations reads this, and has the same numbers.
+  assert compare.main([str(tmp_path), f"--out={tmp_path / 't.csv'}"]) == 0
+  table = (tmp_path / "t.csv").read_text().splitlines()
+  means = {row.split(",")[2]: float(row.split(",")[4]) for row in table[1:]}
+  assert means == {n: v["avg@2"][0] for n, v in found["summary"].items()}
 
 
 @pytest.mark.quick
 def test_what_a_resumed_run_plays_anew_is_cut(tmp_path):
   for step in (0, 9, 10, 20):
     records.folder(tmp_path, step).mkdir(parents=True)
+  (tmp_path / "eval" / "step_20_copy").mkdir()
   records.cut_after(tmp_path, 10)
   left = {p.name for p in (tmp_path / "eval").iterdir()}
-  assert left == {"step_0", "step_9", "step_10"}
+  assert left == {"step_0", "step_9", "step_10", "step_20_copy"}
   records.cut_after(tmp_path / "new", 0)
 
 

@@ -266,10 +266,17 @@ def test_eval_mode_of_an_older_step(job, tmp_path, capsys):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("flag", ["--step=2", "--fresh"])
-def test_flags_of_eval_mode_alone(tmp_path, capsys, flag):
-  assert call(tmp_path, flag) == 2
-  assert "has no effect with --mode=train" in capsys.readouterr().err
+@pytest.mark.parametrize(
+  ("flag", "mode"),
+  [
+    ("--step=2", "train"),
+    ("--fresh", "train"),
+    ("--allow_change=data", "eval"),
+  ],
+)
+def test_flags_of_another_mode(tmp_path, capsys, flag, mode):
+  assert call(tmp_path, flag, f"--mode={mode}") == 2
+  assert f"has no effect with --mode={mode}" in capsys.readouterr().err
 
 
 def test_eval_mode_with_frozen_policies_and_no_run(tmp_path):
@@ -491,7 +498,16 @@ def refused(tmp_path, capsys, *flags):
     ),
     (
       "--config.data.sources.arithmetic.options.num_operands=0",
-      ("data source 'arithmetic'", "num_operands=0"),
+      ("data.sources.arithmetic: num_operands=0 is not allowed",),
+    ),
+    (
+      "--config.eval.sources.sums.options={'low': 1, 'high': 2}",
+      ("eval.sources.sums: sums has no rows; choose another split",),
+    ),
+    (
+      "--config.data.sources={'own': {'options': {'rows': "
+      "{'train': 'drmas_jax.agents.math:_TEAM'}}}}",
+      ("data.sources.own: drmas_jax.agents.math:_TEAM: row 0: str, not a",),
     ),
     (
       "--config.policies.solver.chat_template_kwargs.enable_thinking=False",

@@ -1,5 +1,6 @@
 """Row scores, metrics by agent, and evaluation statistics, by hand."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -182,6 +183,36 @@ def test_rewards_that_cancel_are_rewards():
   assert rollout([none])["episodes_rewarded/team"] == 0
 
 
+def test_each_data_set_of_a_mixture_has_its_own():
+  def group(source, *episodes):
+    task = dataclasses.replace(TASK, source=source)
+    return types.Group(task, list(episodes))
+
+  groups = [
+    group("a", episode(turn("solver")), episode(reward=0.0)),
+    group("b", episode(reward=0.0), lost("prompt", clock=True)),
+    group("a", episode(turn("solver"))),
+  ]
+  rows = rewards.row_scores(groups, PENALTIES)
+  found = metrics.rollout(groups, rows, AGENTS, ("a", "b", "c"))
+  own = {name: v for name, v in found.items() if "_on/" in name}
+  assert own == pytest.approx(
+    {
+      **{"reward_on/a": 2 / 3, "success_on/a": 2 / 3},
+      **{"reward_on/b": 0.0, "success_on/b": 0.0},
+      "episodes_failed_prompt_on/b": 1,
+    }
+    | {f"episodes_on/{s}": n for s, n in (("a", 3), ("b", 2), ("c", 0))}
+    | {f"episodes_rewarded_on/{s}": 2 * (s == "a") for s in "abc"}
+    | {f"episodes_failed_on/{s}": float(s == "b") for s in "abc"}
+    | {f"wall_clock_faults_on/{s}": float(s == "b") for s in "abc"}
+  )
+  alone = metrics.rollout(groups, rows, AGENTS)
+  assert alone == {k: v for k, v in found.items() if k not in own}
+  [one, two] = [metrics.rollout([g], rows, AGENTS, ("a",)) for g in groups[::2]]
+  assert metrics.merge([one, two])["reward_on/a"] == pytest.approx(2 / 3)
+
+
 def test_failed_episodes_are_counted_by_kind():
   late = types.Fault("deadline", "late", wall_clock=True)
   found = rollout(
@@ -259,6 +290,33 @@ def test_hosts_are_merged_by_what_they_count():
     "grad_norm/p": 0.5,
   }
   assert metrics.merge([one]) == one
+
+
+def test_hosts_with_unequal_shares_are_merged_as_one():
+  """What all episodes say, however they were shared out."""
+  invalid = {"valid": False, "stop_reason": "length"}
+  shares = [
+    [
+      [
+        episode(turn("solver", logprob=-2.0), parts={"exact": 1.0}),
+        episode(
+          turn("solver", length=7, **invalid),
+          turn("verifier", 1),
+          turn("solver", 2, logprob=-0.1),
+          reward=0.0,
+          parts={"exact": 0.0},
+        ),
+        lost("reward", turn("solver")),
+      ],
+      [episode(turn("solver", length=4), reward=0.0), episode(turn("solver"))],
+    ],
+    [[episode(turn("verifier"), turn("solver", 1), reward=0.5), lost("io")]],
+  ]
+  whole = rollout(*shares[0], *shares[1])
+  merged = metrics.merge([rollout(*share) for share in shares])
+  assert merged == pytest.approx(whole)
+  assert whole["reward/team"] == 0.5 and whole["success/team"] == 2 / 5
+  assert whole["episodes_in/verifier"] == 2 and whole["groups_in/solver"] == 3
 
 
 def test_an_update_that_was_skipped_says_nothing():

@@ -10,6 +10,7 @@ import pytest
 
 from drmas_jax import advantages, metrics, rewards, rollout
 from drmas_jax import config as config_lib
+from drmas_jax.agents.math import verifier
 from drmas_jax.sampler import Completion
 from drmas_jax.tokenizer import Tokenizer
 from drmas_jax.types import (
@@ -350,6 +351,39 @@ def test_history_that_the_template_rewrites_is_counted(tmp_path):
   assert [t.continues for t in turns] == [None] * 6
   found = metrics.turns(turns)
   assert found["chat_splits"] == 4 and found["turns"] == 6
+
+
+@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize("ends", [True, False])
+def test_reasoning_that_the_template_opens(tmp_path, monkeypatch, opens, ends):
+  """Q13, rule 13: tags before its end do not count, and it has to end."""
+  said = "hm <verify>approve</verify>"
+  first, said = len(said), said + "</think>so <verify>reject</verify>" * ends
+  monkeypatch.setattr(Role, "closes", staticmethod(verifier.closes))
+  monkeypatch.setattr(Role, "parse", staticmethod(verifier.parse))
+
+  async def run(task, call):
+    # What the question says opens nothing.
+    return await call("b", "<think>")
+
+  template = families.TEMPLATES["qwen25"] + "<think>\n" * opens
+  folder = families.write(tmp_path, "qwen25", template)
+  groups, samplers = play(
+    run,
+    won,
+    lambda key: said,
+    num_tasks=1,
+    size=1,
+    tokenizer=Tokenizer.load(folder),
+  )
+  reply = groups[0].episodes[0].action
+  assert reply.verdict == ("reject" if opens and ends else "approve")
+  assert reply.valid == (ends or not opens)
+  assert reply.labels["missing"] == (opens and not ends)
+  [asked] = samplers["q"].asked
+  end = len(said) if ends else None
+  assert asked.closes(said) == (end if opens else first)
+  assert groups[0].episodes[0].turns[0].text == said
 
 
 def test_a_chat_in_two_places_at_once():

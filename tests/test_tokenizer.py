@@ -1,6 +1,7 @@
 """Ids of chats equal transformers', and foreign text is never control."""
 
 import datetime
+import json
 import os
 import pathlib
 
@@ -307,6 +308,26 @@ def test_a_folder_that_lacks_something(tmp_path, file, content, message):
   if content is not None:
     (tmp_path / file).write_text(content)
   with pytest.raises(ValueError, match=message):
+    Tokenizer.load(tmp_path)
+
+
+def test_nothing_that_ends_a_completion(tmp_path):
+  template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+  families.write(tmp_path, "qwen25", template)
+  settings = {"chat_template": template}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+  assert Tokenizer.load(tmp_path).stop_ids == (0, 1, 2)
+  for file in ("config.json", "generation_config.json"):
+    (tmp_path / file).unlink()
+  with pytest.raises(ValueError, match=r"checkpoint: nothing .*eos_token_id"):
+    Tokenizer.load(tmp_path)
+  # Nor is there any control token.
+  path = tmp_path / "tokenizer.json"
+  tokenizer = json.loads(path.read_text())
+  for token in tokenizer["added_tokens"]:
+    token["special"] = False
+  path.write_text(json.dumps(tokenizer))
+  with pytest.raises(ValueError, match="checkpoint: nothing"):
     Tokenizer.load(tmp_path)
 
 

@@ -9,8 +9,8 @@ import time
 import pytest
 import small_run
 
+from drmas_jax import checkpoint, coordinator, hosts, placement
 from drmas_jax import config as config_lib
-from drmas_jax import hosts, placement
 
 STEPS = 2
 # The compile cache serves process 0 alone, so the other compiles every time.
@@ -120,6 +120,37 @@ def test_tasks_that_hosts_cannot_share_are_refused():
   with pytest.raises(config_lib.ConfigError, match=r"data\.num_tasks: 5 tasks"):
     placement.lay_out(config, num_hosts=2, num_local=4)
   placement.lay_out(config, num_hosts=1, num_local=4)
+
+
+@pytest.mark.quick
+def test_hosts_that_read_other_checkpoints_are_refused(monkeypatch):
+  """One would train other weights than the rest, and nobody would know."""
+  others = {"step": 2}
+  monkeypatch.setattr(hosts, "agree", lambda name, mine: [mine, others])
+  training = object.__new__(coordinator.Training)
+  training.workdir = "run"
+  training._check_alike(checkpoint.Run(2, 0, {}, {}))
+  for run, seen in ((checkpoint.Run(4, 0, {}, {}), "4, 2"), (None, "None, 2")):
+    with pytest.raises(config_lib.ConfigError, match=f"of step {seen}"):
+      training._check_alike(run)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("first", [7, None])
+def test_an_evaluation_is_of_what_the_first_host_found(monkeypatch, first):
+  """The run that it is of may save between two hosts' looks."""
+
+  class Newer:
+    def __init__(self, workdir, read_only):
+      pass
+
+    def run(self, step=None):
+      return checkpoint.Run(step or 9, 0, {}, {}, {"folders": {}})
+
+  monkeypatch.setattr(checkpoint, "Checkpoints", Newer)
+  found = {"step": first}
+  monkeypatch.setattr(hosts, "agree", lambda name, mine: [found, mine])
+  assert coordinator._restore_params(None, {}, "run", "") == (first or 0, {})
 
 
 @pytest.mark.quick

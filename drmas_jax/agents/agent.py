@@ -55,8 +55,10 @@ class Agent:
       then whatever it passes on) to chat messages. "default" must be there.
     replies: by the same names, what a later call of the same chat adds: new
       messages, from the arguments of that call. A role may be without.
-    parse: `parse(text, stop_reason, *, option=..) -> Reply` reads a completion;
-      its keyword-only parameters are the options of the agent's config entry.
+    parse: `parse(text, stop_reason, *, option=..) -> Reply` reads a completion,
+      behind the `<think>` that the prompt ends with where a chat template opens
+      the reasoning; its keyword-only parameters are the options of the agent's
+      config entry.
     tags: names of the action blocks at whose end sampling stops. Empty where
       the whole completion is the action.
   """

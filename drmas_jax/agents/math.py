@@ -3,7 +3,8 @@ r"""The solver and the verifier of the math orchestra.
 Both are called with the task and with what the team has said so far: a tuple
 of (agent's name, text) pairs, oldest first. "default" is written for policies
 that follow instructions, "short" for tiny ones, which learn the form of their
-answer from demonstrations and pay for every token of a prompt.
+answer from demonstrations and pay for every token of a prompt, "examples" for
+small pretrained ones on sums, which show two worked examples in place of words.
 """
 
 from typing import Literal
@@ -78,6 +79,32 @@ def _short(part: str):
   return template
 
 
+def _chat(*texts: str | list[str]) -> list[Message]:
+  """A system turn, then user and assistant in turns."""
+  roles = ("system", *("user", "assistant") * len(texts))
+  return [
+    {"role": role, "content": text}
+    for role, text in zip(roles, texts, strict=False)
+  ]
+
+
+def _solver_examples(task: Task, said: Said = ()) -> list[Message]:
+  """The rejected solution stands as the policy's own, and is asked again."""
+  first = ("You compute.", "13 + 6", r"13 + 6 = \boxed{19}")
+  if said:
+    last = [text for name, text in _aged(said) if name == "solver"][-1]
+    return _chat(*first, task.question, [last], f"Wrong: {task.question}")
+  return _chat(*first, "8 + 7", r"8 + 7 = \boxed{15}", task.question)
+
+
+def _verifier_examples(task: Task, said: Said) -> list[Message]:
+  """The newest solution alone: it holds the question."""
+  del task
+  wrong = (r"8 + 7 = \boxed{16}", "<verify>reject</verify>")
+  right = (r"13 + 6 = \boxed{19}", "<verify>approve</verify>")
+  return _chat("You check.", *wrong, *right, [_aged(said)[-1][1]])
+
+
 def _parse_solver(text: str, stop_reason: StopReason) -> Reply:
   """The whole completion after its reasoning; valid if it holds a box."""
   del stop_reason
@@ -119,11 +146,19 @@ def _parse_verifier(
 
 
 solver = Agent(
-  templates={"default": _default(_SOLVER), "short": _short("solve")},
+  templates={
+    "default": _default(_SOLVER),
+    "short": _short("solve"),
+    "examples": _solver_examples,
+  },
   parse=_parse_solver,
 )
 verifier = Agent(
-  templates={"default": _default(_VERIFIER), "short": _short("verify")},
+  templates={
+    "default": _default(_VERIFIER),
+    "short": _short("verify"),
+    "examples": _verifier_examples,
+  },
   parse=_parse_verifier,
   tags=("verify",),
 )

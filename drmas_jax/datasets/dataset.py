@@ -12,7 +12,7 @@ class Numbered:
   """A split of the questions 0 .. N-1; `source[i]` is a pure function of i.
 
   An affine permutation of the numbers (x -> a x + 1 mod N with a prime to N)
-  scatters them over an index. The test split is the end of that index, a tenth
+  scatters them over an index. The test split is the end of that index, a share
   of it but at most 10000 rows, and the train split a part of the rest, so no
   question is in both.
   """
@@ -24,6 +24,7 @@ class Numbered:
     split: str,
     num_tasks: int,
     identity: str,
+    test_share: float = 0.1,
   ):
     """Draws the split.
 
@@ -33,19 +34,24 @@ class Numbered:
       split: "train" or "test".
       num_tasks: most rows of the train split.
       identity: differs where `row` gives other rows.
+      test_share: of the questions, between 0 and 1.
 
     Raises:
-      ValueError: any other split.
+      ValueError: any other split or share.
     """
     if split not in ("train", "test"):
       raise ValueError(f"split={split!r} is not allowed; it has train, test")
-    test = min(num_questions // 10, _MAX_TEST)
+    if not 0 < test_share < 1:
+      raise ValueError(
+        f"test_share={test_share} is not allowed; write one between 0 and 1"
+      )
+    test = min(int(num_questions * test_share), _MAX_TEST)
     train = min(num_questions - test, num_tasks)
     self._row, self._num_questions = row, num_questions
     self._first = num_questions - test if split == "test" else 0
     self._length = test if split == "test" else train
     self._factor = _prime_to(num_questions)
-    text = f"{identity} {split} {self._length}"
+    text = f"{identity} {split} {test} {self._length}"
     self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
 
   def __len__(self) -> int:

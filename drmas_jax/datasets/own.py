@@ -11,6 +11,7 @@ import array
 import hashlib
 import importlib
 import json
+import math
 import mmap
 import numbers
 import pathlib
@@ -41,8 +42,8 @@ def make(
     info: fields by the name they get in `Task.info`; none: no further fields.
 
   Raises:
-    ValueError: no such split, file or object; a row that is not a JSON object;
-      a row without one of the fields, or with an empty answer.
+    ValueError: no such split, file or object; a row that is no mapping; a row
+      without one of the fields, or with an empty answer.
   """
   where = _of_split(rows, split)
   fields = {"question": question, "answer": answer}
@@ -81,6 +82,8 @@ class Own:
     name = f"{self._where}: row {index}"
     if isinstance(self._rows, JsonLines):
       name = f"{self._where}:{self._rows.line(index)}"
+    if not isinstance(row, Mapping):
+      raise ValueError(f"{name}: {type(row).__name__}, not a mapping of fields")
     found = {}
     for field, key in self._fields.items():
       try:
@@ -262,7 +265,8 @@ def gold(value: Any, name: str) -> str | list[str]:
 
 
 def _gold(value: Any, name: str) -> str:
-  if isinstance(value, numbers.Real) and not isinstance(value, bool):
+  number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if number and math.isfinite(value):  # nan is a table's word for no answer
     value = str(int(value) if value == value // 1 else value)
   if not isinstance(value, str) or not value.strip():
     raise ValueError(

@@ -105,7 +105,6 @@ class PublicSet:
         f"{', '.join(self.splits)}"
       )
     cache = pathlib.Path(cache_dir).expanduser() if cache_dir else _user_cache()
-    cache.mkdir(parents=True, exist_ok=True)
     paths, place = self._find(split, data_dir, cache)
     folder = cache / f"{self.name}-{split}-{_digest(paths, place)}"
     with _locked(folder.with_suffix(".lock")):
@@ -319,6 +318,13 @@ def _build(
 def _locked(path: pathlib.Path) -> Iterator[None]:
   """One process at a time; a dead one holds nothing."""
   deadline = time.monotonic() + _LOCK_TIMEOUT_S
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+  except OSError as e:
+    raise ValueError(
+      f"cache_dir: {path.parent} cannot be written ({e}); write another"
+    ) from e
   with open(path, "w") as lock:
     while True:
       try:
@@ -398,24 +404,31 @@ def _after_hashes(answer: str) -> str:
   return answer.rpartition("####")[2].replace(",", "").strip()
 
 
+def _listed(answer: Any) -> list[str] | None:
+  """A list of texts, or one that a text spells in Python; None: neither."""
+  if isinstance(answer, str):
+    try:
+      answer = ast.literal_eval(answer)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+      return None
+  texts = isinstance(answer, list) and all(isinstance(a, str) for a in answer)
+  return answer if texts else None
+
+
 def _last_listed(answer: Any) -> Any:
-  """Minerva: some files hold all boxes of a solution as a Python list of text.
+  """Minerva: some files hold all boxes of a solution.
 
   The last one is its answer; those before are the same in another form, or
   steps on the way.
   """
-  try:
-    listed = ast.literal_eval(answer)
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
-    return answer
-  if isinstance(listed, list) and all(isinstance(a, str) for a in listed):
-    return listed[-1] if listed else ""
-  return answer
+  listed = _listed(answer)
+  return answer if listed is None else "".join(listed[-1:])
 
 
 def _joined(answer: Any) -> Any:
   """OlympiadBench: several values are one answer, in one text."""
-  return ", ".join(answer) if isinstance(answer, list) else answer
+  listed = _listed(answer)
+  return answer if listed is None else ", ".join(listed)
 
 
 # -- the table -----------------------------------------------------------------
@@ -490,7 +503,7 @@ _SETS = (
     about="DAPO-Math as the paper trains on it, integer answers",
     # Columns prompt (one user message), reward_model, ability.
     repo="aaabiao/dapo_filter",
-    hub={"train": Files("train.parquet")},
+    hub={"train": Files("train.parquet")},  # not verified: the file's name
     files={
       "train": (
         Files("dapo_math.jsonl"),

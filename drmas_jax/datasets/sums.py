@@ -8,6 +8,8 @@ question's terms in another order are another question, so that `27 + 48` may be
 in the train split where `48 + 27` is in the test split.
 """
 
+import functools
+
 from drmas_jax.datasets import dataset
 
 _OPERATORS = "+-*"
@@ -17,27 +19,33 @@ def make(
   split: str,
   *,
   num_terms: int = 2,
-  digits: int = 2,
+  low: int = 10,
+  high: int = 99,
   operators: str = "+-",
   num_tasks: int = 100_000,
+  test_share: float = 0.1,
 ) -> dataset.Numbered:
   """A split of the questions of one difficulty; answers are integers in text.
 
   Args:
     split: "train" or "test".
     num_terms: numbers in a question.
-    digits: of every number, 1 to 4; none is 0 or begins with one.
+    low: smallest number, at least 0.
+    high: largest number, at most 9999.
     operators: those that stand between numbers, of "+-*", all as likely.
     num_tasks: most rows of the train split.
+    test_share: of all questions, those that are the test split.
 
   Raises:
     ValueError: an option out of range.
   """
   dataset.at_least(
-    dict(num_terms=(num_terms, 2), digits=(digits, 1), num_tasks=(num_tasks, 1))
+    dict(num_terms=(num_terms, 2), low=(low, 0), num_tasks=(num_tasks, 1))
   )
-  if digits > 4:
-    raise ValueError(f"digits={digits} is not allowed; write one <= 4")
+  if not low < high <= 9999:
+    raise ValueError(
+      f"high={high} is not allowed; write one above low={low} and <= 9999"
+    )
   if not operators or len(set(operators) & set(_OPERATORS)) != len(operators):
     raise ValueError(
       f"operators={operators!r} is not allowed; write some of "
@@ -45,29 +53,32 @@ def make(
     )
   # The same operators in another order are the same questions.
   operators = "".join(o for o in _OPERATORS if o in operators)
-  low, high = 10 ** (digits - 1), 10**digits
-
-  def row(number: int) -> dict[str, str]:
-    number, term = divmod(number, high - low)
-    terms = [low + term]
-    signs = []
-    for _ in range(num_terms - 1):
-      number, sign = divmod(number, len(operators))
-      number, term = divmod(number, high - low)
-      signs.append(operators[sign])
-      terms.append(low + term)
-    text = str(terms[0])
-    for sign, term in zip(signs, terms[1:], strict=True):
-      text += f" {sign} {term}"
-    return {"question": text, "answer": str(_value(terms, signs))}
-
+  size = high - low + 1
   return dataset.Numbered(
-    row,
-    (high - low) ** num_terms * len(operators) ** (num_terms - 1),
+    functools.partial(_row, num_terms, low, size, operators),
+    size**num_terms * len(operators) ** (num_terms - 1),
     split,
     num_tasks,
-    f"sums {num_terms} {digits} {operators}",
+    f"sums {num_terms} {low} {high} {operators}",
+    test_share,
   )
+
+
+def _row(
+  num_terms: int, low: int, size: int, operators: str, number: int
+) -> dict[str, str]:
+  """Question `number` of all, as digits in mixed radix."""
+  number, term = divmod(number, size)
+  terms, signs = [low + term], []
+  for _ in range(num_terms - 1):
+    number, sign = divmod(number, len(operators))
+    number, term = divmod(number, size)
+    signs.append(operators[sign])
+    terms.append(low + term)
+  text = str(terms[0])
+  for sign, term in zip(signs, terms[1:], strict=True):
+    text += f" {sign} {term}"
+  return {"question": text, "answer": str(_value(terms, signs))}
 
 
 def _value(terms: list[int], signs: list[str]) -> int:

@@ -248,6 +248,9 @@ class _Evaluation:
   def _const(self, name):
     return +_CONSTANTS[name]
 
+  def _sign(self):
+    raise Undefined("either sign")
+
   def _sym(self, name):
     u, h = _hashed(name, self.point.index)
     turn = self.point.index

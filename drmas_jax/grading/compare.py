@@ -123,7 +123,9 @@ class _Comparison:
   def _equations(self, a: "_Named", b: "_Named") -> bool:
     if a.equation is None or b.equation is None:
       return False
-    return self.judge.proportional(a.equation, b.equation, positive=False)
+    proportional = functools.partial(self.judge.proportional, positive=False)
+    xs, ys = _both_signs(a.equation), _both_signs(b.equation)
+    return _in_any_order(proportional, xs, ys)
 
   def _quantities(self, a: Node, b: Node) -> bool:
     a, unit_a = _unit(a)
@@ -234,19 +236,10 @@ class _Comparison:
     labels = [[_read(i).label is not None for i in items] for items in (xs, ys)]
     if all(labels[0]) != all(labels[1]) and a.kind == b.kind == "list":
       return self._in_order(xs, ys)  # `x = 1, y = 2` and `1, 2`
-    return self._in_any_order(xs, ys)
+    return _in_any_order(self.same, xs, ys)
 
   def _in_order(self, xs: Sequence[Node], ys: Sequence[Node]) -> bool:
     return len(xs) == len(ys) and all(map(self.same, xs, ys))
-
-  def _in_any_order(self, xs: Sequence[Node], ys: Sequence[Node]) -> bool:
-    left = list(ys)
-    for x in xs:
-      place = next((i for i, y in enumerate(left) if self.same(x, y)), None)
-      if place is None:
-        return False
-      left.pop(place)
-    return not left
 
   def _distinct(self, xs: Sequence[Node]) -> list[Node]:
     out: list[Node] = []
@@ -400,6 +393,18 @@ def value_of(node: Node) -> Node:
   return value
 
 
+def _in_any_order(
+  same: Callable[[Node, Node], bool], xs: Sequence[Node], ys: Sequence[Node]
+) -> bool:
+  left = list(ys)
+  for x in xs:
+    place = next((i for i, y in enumerate(left) if same(x, y)), None)
+    if place is None:
+      return False
+    left.pop(place)
+  return not left
+
+
 def _unit(node: Node) -> tuple[Node, str | None]:
   return node.args if node.kind == "unit" else (node, None)
 
@@ -506,7 +511,7 @@ class _Regions:
       return None, [self._interval(*_LINE, (True, True))]
     rule = {
       **{"tuple": self._pair, "set": self._points, "rel": self._condition},
-      **{"cup": self._union, "or": self._union, "list": self._union},
+      **{"cup": self._union, "or": self._union},
       **{"cap": self._intersection, "and": self._intersection},
       **{"minus": self._minus, "such": self._such},
     }.get(node.kind)

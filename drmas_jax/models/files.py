@@ -6,6 +6,7 @@ mapped: the pages of a mapped file count as the process's own memory for as long
 as it is open, which for a whole checkpoint is as much as the weights.
 """
 
+import gc
 import hashlib
 import json
 import math
@@ -98,6 +99,9 @@ def read(
     block_bytes: at most so many at a time (but always one row).
   """
   dtype, shape = DTYPES[tensor.spelled], tensor.shape
+  # JAX lets go of earlier parts, which it has copied, only when Python collects
+  # garbage; the youngest generation takes microseconds.
+  gc.collect(0)
   parts = {
     span: np.empty([stop - start for start, stop in span], dtype)
     for span in _spans(place, shape)
@@ -130,10 +134,10 @@ def read(
 def to_devices(
   parts: dict[Span, np.ndarray], place: Sharding, shape: tuple[int, ...]
 ) -> jax.Array:
-  """The parts as one array; they may be let go when this returns."""
-  # No alias: devices that hold the same part must not share its memory.
+  """The parts as one array, which on CPU may share their memory: they must not
+  be written to any more."""
   arrays = [
-    jax.device_put(parts[span], device, may_alias=False)
+    jax.device_put(parts[span], device)
     for span, devices in _spans(place, shape).items()
     for device in devices
   ]

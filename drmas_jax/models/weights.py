@@ -169,29 +169,31 @@ def load(
   programs = _programs(config, mesh, np.dtype(dtype))
   block_bytes = max(t.num_bytes for t in tensors.values()) // 4
 
+  twin = names["head"] if config.tied and names["head"] in tensors else None
+  digests = {}
+
   def read(key, name):
     return files.read(tensors[name], programs.places[key], block_bytes)
 
-  def fetch(key, name, twin=None):
+  def fetch(key, layer=0):
+    name = names[key].format(layer)
     parts = read(key, name)
-    digest = files.digest(parts) if twin else ""
-    array = files.to_devices(parts, programs.places[key], tensors[name].shape)
-    del parts
-    if twin and files.digest(read(key, twin)) != digest:
+    if twin and key == "embedding":
+      digests[name] = files.digest(parts)
+    return files.to_devices(parts, programs.places[key], tensors[name].shape)
+
+  params = {}
+  for key, program in programs.ends.items():
+    params[key] = jax.block_until_ready(program(fetch(key)))
+  for name, digest in digests.items():
+    if files.digest(read("embedding", twin)) != digest:
       raise ValueError(
         f"{folder}: {twin} differs from {name}, but {CONFIG} says "
         "tie_word_embeddings=true; set it to false, or remove the tensor"
       )
-    return array
-
-  params = {}
-  for key, program in programs.ends.items():
-    tied = config.tied and key == "embedding" and names["head"] in tensors
-    twin = names["head"] if tied else None
-    params[key] = program(fetch(key, names[key], twin))
   layers = programs.empty()
   for i in range(config.num_layers):
-    layer = {key: fetch(key, names[key].format(i)) for key in layers}
+    layer = {key: fetch(key, i) for key in layers}
     # Waited for, or the tensors of many layers would lie on the devices.
     layers = jax.block_until_ready(programs.put(layers, layer, i))
   return _tree(config, params | layers)
@@ -265,7 +267,7 @@ def _parts(folder: pathlib.Path) -> list[str]:
     shards = _object(folder / INDEX).get("weight_map")
     if not isinstance(shards, dict) or not shards:
       raise ValueError(f"{folder / INDEX}: has no weight_map; fetch it again")
-    parts = sorted(set(shards.values()))
+    parts = sorted(set(map(str, shards.values())))
     if absent := [p for p in parts if not (folder / p).is_file()]:
       raise ValueError(
         f"{folder / INDEX}: names files that are not there: "
