@@ -47,7 +47,8 @@ class Run:
     path: of its results.json.
     results: what that holds.
     config: {dotted key: value} that the run was trained with, or, where
-      nothing was trained, evaluated with; and the "step" of the evaluation.
+      nothing was trained, evaluated with; the team is that evaluated in any
+      case; and the "step" of the evaluation.
   """
 
   name: str
@@ -115,8 +116,7 @@ def load(text: str) -> Run:
     )
   name = pathlib.Path(text).resolve().name
   run = Run(name, path.resolve(), results, {})
-  config = _manifest(run)["config"]
-  config = config_lib.flatten(config) | {"step": results["step"]}
+  config = config_lib.flatten(_config(run)) | {"step": results["step"]}
   return dataclasses.replace(run, config=config)
 
 
@@ -143,13 +143,15 @@ def _step_of(path: pathlib.Path) -> tuple[int, str]:
   return int(number.group()) if number else -1, label
 
 
-def _manifest(run: Run) -> Mapping[str, Any]:
-  """Of the training, which knows the run's seed and rates; an evaluation may
-  have been started with another config."""
-  path = run.workdir and run.workdir / "manifest.json"
-  if path and path.is_file():
-    return manifest.latest(json.loads(path.read_text()))
-  return run.results["manifest"]
+def _config(run: Run) -> dict[str, Any]:
+  """Of the training, which knows the run's seed and rates, with the team that
+  was evaluated: it may have been another, such as one agent of it alone."""
+  played = run.results["manifest"]["config"]
+  trained = run.workdir and manifest.read(run.workdir)
+  if not trained:
+    return played
+  team = {key: played[key] for key in ("agents", "orchestra") if key in played}
+  return trained["config"] | team
 
 
 # -- what may be compared ------------------------------------------------------

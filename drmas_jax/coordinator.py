@@ -626,6 +626,7 @@ class Training:
     changes = checkpoint.compare_config(
       run.config, config_lib.to_dict(self.config), allow_change
     )
+    self._check_rows(allow_change)
     if run.step > self.config.steps:
       raise config_lib.ConfigError(
         f"steps: {self.config.steps} is less than the {run.step} that are "
@@ -635,6 +636,23 @@ class Training:
       {"step": run.step, "key": c.key, "old": c.old, "new": c.new}
       for c in changes
     ]
+
+  def _check_rows(self, allow_change: Sequence[str]) -> None:
+    """The rows of a training set change as its options do: with leave."""
+    before = (manifest.read(self.workdir) or {}).get("data", {})
+    for source in self.stream.sources:
+      old, new = (x.get(f"train/{source}") for x in (before, self.fingerprints))
+      key = f"data.sources.{source}"
+      allowed = any(
+        f"{key}.".startswith(f"{a}.") or f"{a}.".startswith(f"{key}.")
+        for a in allow_change
+      )
+      if old not in (None, new) and not allowed:
+        raise config_lib.ConfigError(
+          f"{key}: its rows are not those that the run was trained on "
+          f"(fingerprint {new}, was {old}); bring those back, or pass "
+          f"--allow_change={key}"
+        )
 
   def _open_writer(self, run: checkpoint.Run | None) -> None:
     self.writer = writers.RunWriter(

@@ -470,6 +470,7 @@ def write(
     "seed": config.seed,
     "policies": dict(policies),
     "deterministic": not evaluation.num_clocked,
+    "wall_clock_faults": evaluation.num_clocked,
     "manifest": dict(manifest),
     "sources": {
       name: {

@@ -107,6 +107,12 @@ def record(
     write_patches(workdir, f".{len(whole['sessions'])}")
 
 
+def read(workdir: pathlib.Path) -> dict[str, Any] | None:
+  """A run's manifest as its last session left it; None: there is no run."""
+  path = workdir / "manifest.json"
+  return latest(json.loads(path.read_text())) if path.is_file() else None
+
+
 def latest(manifest: Mapping[str, Any]) -> dict[str, Any]:
   """A run's manifest as its last session left it."""
   current = dict(manifest)

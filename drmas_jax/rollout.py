@@ -14,6 +14,7 @@ import itertools
 import queue
 import threading
 import time
+import zlib
 from collections.abc import (
   Callable,
   Collection,
@@ -79,22 +80,40 @@ class Team:
 
   def start(self, task: Task) -> Coroutine:
     """The orchestra's coroutine for one episode."""
-    turns = itertools.count()
 
     def call(agent: str, *args, chat: str | None = None) -> Coroutine:
-      # The number is given here, not when the coroutine first runs.
-      return request(CallRequest(agent, args, next(turns), chat))
+      return request(CallRequest(agent, args, chat))
 
     return self.orchestra.run(task, call, **self.orchestra_options)
 
 
 class _Strand:
-  """A coroutine of an episode: the orchestra's own, or a child of gather."""
+  """A coroutine of an episode: the orchestra's own, or a child of gather.
 
-  def __init__(self, coro, parent: "_Strand | None" = None, place: int = 0):
-    self.coro, self.parent, self.place = coro, parent, place
+  What a strand asks for is numbered within it, and so has a path that does not
+  depend on which of several strands is answered first (rule 26): (2,) is the
+  third request of the orchestra, (2, 0, 1) the second one of the first child
+  of a gather that is this request. Paths sort as the orchestra reads.
+  """
+
+  def __init__(
+    self,
+    coro,
+    parent: "_Strand | None" = None,
+    path: tuple[int, ...] = (),
+  ):
+    self.coro, self.parent, self.path = coro, parent, path
+    self._asked = itertools.count()
     self.results: list[Any] = []
     self.missing = 0
+
+  @property
+  def place(self) -> int:
+    """Among the children of its parent."""
+    return self.path[-1]
+
+  def next_path(self) -> tuple[int, ...]:
+    return (*self.path, next(self._asked))
 
 
 class _Asked(NamedTuple):
@@ -113,6 +132,7 @@ class _Play:
     self.episode = episode
     self.root = root
     self.waiting: dict[int, _Asked] = {}
+    self.paths: dict[int, tuple[int, ...]] = {}  # of turns, by their numbers
     self.chats: dict[tuple[str, str], prompts.Chat] = {}  # by agent and name
     self.played = False  # the orchestra has returned
     self.done = False  # scored, or failed
@@ -120,6 +140,27 @@ class _Play:
   @property
   def key(self) -> tuple[int, int]:
     return (self.episode.task.position, self.episode.index)
+
+  def number(self, path: tuple[int, ...]) -> int:
+    """Of a turn while its episode goes on: it seeds the turn's sampling."""
+    number = path[0]
+    if len(path) > 1:
+      number = 1 << 30 | zlib.crc32(str(path).encode()) >> 2
+      while number in self.paths:
+        number += 1
+    self.paths[number] = path
+    return number
+
+  def settle(self) -> None:
+    """Puts the turns in the order of their paths, and numbers them so."""
+    turns = sorted(self.episode.turns, key=lambda t: self.paths[t.index])
+    places = {turn.index: place for place, turn in enumerate(turns)}
+    self.episode.turns = [
+      dataclasses.replace(
+        turn, index=place, continues=places.get(turn.continues)
+      )
+      for place, turn in enumerate(turns)
+    ]
 
 
 class _Io:
@@ -320,9 +361,10 @@ class _Collection:
       strand.missing = len(asked.children)
       if not asked.children:
         self._advance(play, strand, [])
+      path = strand.next_path()
       for place, child in enumerate(asked.children):
         if not play.done:
-          self._advance(play, _Strand(child, strand, place), None)
+          self._advance(play, _Strand(child, strand, (*path, place)), None)
     else:
       raise TypeError(
         f"an orchestra awaited {asked!r}; allowed are call(..) and "
@@ -349,11 +391,12 @@ class _Collection:
     member = self.team.members[asked.agent]
     sampler = self.samplers[member.config.policy]
     chat, prompt = self._prompt(play, member, asked)
-    play.waiting[asked.turn] = _Asked(strand, asked.agent, chat, prompt)
-    first = asked.turn == 0 and strand is play.root
+    turn = play.number(strand.next_path())
+    play.waiting[turn] = _Asked(strand, asked.agent, chat, prompt)
+    first = turn == 0  # of all episodes of the group it is the same
     sampler.submit(
       Request(
-        id=(*play.key, asked.turn),
+        id=(*play.key, turn),
         prompt_ids=prompt.ids,
         max_tokens=member.config.max_tokens,
         sampling=self.sampling or member.config.sampling,
@@ -437,7 +480,7 @@ class _Collection:
   # -- rewards -----------------------------------------------------------------
 
   def _score(self, play: _Play) -> None:
-    play.episode.turns.sort(key=lambda t: t.index)
+    play.settle()
     play.played = True
     self.under_way -= 1
     environment = self.team.environment
@@ -492,7 +535,7 @@ class _Collection:
   def _fail(self, play: _Play, fault: Fault) -> None:
     """Rule 6: the episode takes no part in statistics or loss."""
     play.episode.status, play.episode.fault = "failed", fault
-    play.episode.turns.sort(key=lambda t: t.index)
+    play.settle()
     for sampler in self.samplers.values():
       sampler.cancel(lambda r: r.id[:2] == play.key)
     _close(play)

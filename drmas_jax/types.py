@@ -98,7 +98,8 @@ class Turn:
   Attributes:
     agent: name of the role that spoke.
     policy: name of the policy that played it.
-    index: number of the call within its episode, given when it was made.
+    index: number of the call within its episode, in the order in which the
+      orchestra reads.
     prompt_ids: [prompt] int32.
     completion_ids: [completion] int32, as sampled, end token included.
     sampler_logprobs: [completion] float32, under the tempered full softmax.
@@ -237,7 +238,6 @@ class CallRequest:
 
   agent: str
   args: tuple
-  turn: int
   chat: str | None = None
 
 
@@ -257,6 +257,7 @@ def request(value):
 async def gather(*children: Awaitable) -> list:
   """Runs calls at the same time; results in the order of the arguments.
 
-  Turn numbers follow the order of the arguments, whichever ends first.
+  An episode's turns are ordered as the orchestra reads, children in the order
+  of the arguments, whichever ends first; and so are the seeds of its sampling.
   """
   return await request(GatherRequest(tuple(children)))

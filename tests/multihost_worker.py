@@ -34,7 +34,7 @@ def make_slices(**kwargs):
     agents={},
     orchestra=config_lib.Orchestra("single"),
     environment=config_lib.Environment("math"),
-    data=config_lib.Data(config_lib.Source("arithmetic")),
+    data=config_lib.Data({"arithmetic": config_lib.TrainSource()}),
     placement=config_lib.Placement(strategy="columns", **kwargs),
   )
   layouts = placement.lay_out(config, jax.process_count(), 4)

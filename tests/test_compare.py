@@ -282,6 +282,11 @@ def test_groups_and_their_names(tmp_path):
     ("advantage.name=y", ["b"]),
     ("advantage.name=z", ["d"]),
   ]
+  # But the team is that which was evaluated.
+  alone = configs["d"] | {"orchestra": {"name": "single"}}
+  save(tmp_path / "d", ONE, config=alone)
+  found = compare.load(str(tmp_path / "d")).config
+  assert (found["orchestra.name"], found["advantage.name"]) == ("single", "z")
   with pytest.raises(compare.Refused, match="--group=sed: not a key"):
     compare.group(runs, ["sed"])
 

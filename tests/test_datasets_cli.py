@@ -181,6 +181,7 @@ def test_show_counts_tokens(run, root):
     ("show own", "own: missing a required argument: 'rows'; its options are"),
     ("show {}/none.jsonl", "none.jsonl: no such file"),
     ("show json:NONE", "rows='json:NONE' cannot be used"),
+    ("show a.jsonl --split test", "--split: a.jsonl is one file or object"),
     ("show aime24 --data_dir {}", "aime24 test: data_dir="),
     ("prepare sums", "'sums' needs no preparing; allowed are dapo_math, math"),
     (

@@ -352,6 +352,26 @@ def test_stopped_and_gone_on(tmp_path):
 
 
 @pytest.mark.quick
+def test_hosts_have_files_of_their_own_and_read_all(tmp_path, monkeypatch):
+  sets = {"one": tasks("one", 6)}
+  with open_store(tmp_path) as store, pytest.raises(rollout.Stopped):
+    World(stop_after=8).run(store, **sets)
+  with monkeypatch.context() as other:
+    other.setattr(jax, "process_index", lambda: 1)
+    with open_store(tmp_path) as store:
+      World().run(store, **sets)
+  paths = [tmp_path / name for name in ("episodes.jsonl", "episodes.1.jsonl")]
+  one, two = (path.read_text().count("\n") for path in paths)
+  assert one >= 8 and two > 0 and one + two == 6 * K
+  with open(paths[1], "a") as f:  # killed in the middle of a line
+    f.write('{"source": "o')
+  again = World()
+  with open_store(tmp_path) as store:  # fewer hosts than before
+    same(World().run(**sets), again.run(store, **sets))
+  assert again.played == []
+
+
+@pytest.mark.quick
 def test_groups_that_are_scored_whole_are_played_whole(tmp_path):
   sets = {"one": tasks("one", 4)}
   straight = World(scores_groups=True).run(**sets)
@@ -472,7 +492,8 @@ def test_files(tmp_path):
   found = json.loads((folder / "results.json").read_text())
   assert found["format"] == 1 and found["label"] == "step_5"
   assert found["step"] == 5 and found["k"] == 2 and found["seed"] == 0
-  assert found["deterministic"] is False  # rule 26: a clock decided in one
+  # Rule 26: a clock decided in one.
+  assert found["deterministic"] is False and found["wall_clock_faults"] == 1
   assert found["sampling"]["a"]["temperature"] == 1
   assert found["sources"]["one"] == {
     "fingerprint": "f",

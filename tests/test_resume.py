@@ -8,11 +8,13 @@ import json
 import pathlib
 import shutil
 import signal
+import types
 
 import pytest
 import small_run
 
-from drmas_jax import main
+from drmas_jax import config as config_lib
+from drmas_jax import coordinator, main
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +144,26 @@ def test_a_changed_config_is_refused(straight, copy, capsys, flag, old, new):
   assert (copy / "config.json").read_bytes() == (
     straight / "config.json"
   ).read_bytes()
+
+
+def test_other_rows_are_refused(copy, capsys):
+  """Of the same config: a file of the user's, edited in between."""
+  path = copy / "manifest.json"
+  about = json.loads(path.read_text())
+  assert about["data"].keys() == {"train/arithmetic", "eval/arithmetic"}
+  own = about["data"]["train/arithmetic"]
+  path.write_text(json.dumps(about | {"data": {"train/arithmetic": "other"}}))
+  assert call(copy) == 2
+  said = capsys.readouterr().err
+  assert f"(fingerprint {own}, was other)" in said
+  assert "--allow_change=data.sources.arithmetic\n" in said
+  training = object.__new__(coordinator.Training)
+  training.workdir, training.fingerprints = copy, {"train/arithmetic": own}
+  training.stream = types.SimpleNamespace(sources=["arithmetic"])
+  for key in ("data", "data.sources.arithmetic.options.num_operands"):
+    training._check_rows([key])
+  with pytest.raises(config_lib.ConfigError, match="its rows"):
+    training._check_rows(["data.sources.arithmetic2", "dat"])
 
 
 def test_a_change_that_is_allowed(copy):

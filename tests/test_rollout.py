@@ -172,22 +172,39 @@ def test_every_episode_is_played_in_order_with_its_turns():
     assert samplers["p"].engine.key == "root"
 
 
-def test_gather_numbers_turns_by_argument_order():
+def test_gather_orders_and_seeds_turns_whichever_ends_first(tmp_path):
   async def run(task, call):
-    async def chain(agent):
-      return [await call(agent, task), await call(agent, task)]
+    async def chain(agent, chat):
+      return [await call(agent, task, chat=chat) for _ in range(3)]
 
-    left, right, (third, fourth) = await gather(
-      call("a", task), call("b", task), chain("a")
+    first = await call("a", task)
+    left, one, two = await gather(
+      call("b", task), chain("a", "one"), chain("a", "two")
     )
     assert await gather() == []
-    return [r.text for r in (left, right, third, fourth)]
+    last = await call("b", task)
+    return [r.text for r in (first, left, *one, *two, last)]
 
+  found = []
   for order in (1, -1):
-    groups, _ = play(run, won, lambda key: str(key[2]), order=order, size=1)
+    groups, _ = play(
+      run,
+      won,
+      lambda key: str(key[2]),
+      order=order,
+      size=1,
+      tokenizer=Tokenizer.load(families.write(tmp_path, "qwen25")),
+    )
     episode = groups[0].episodes[0]
-    assert episode.action == ["0", "1", "2", "3"]
-    assert [t.index for t in episode.turns] == [0, 1, 2, 3]
+    # What was sampled, each time by a seed of its own, in the order of turns.
+    assert [t.text for t in episode.turns] == episode.action
+    assert len(set(episode.action)) == 9
+    assert [t.index for t in episode.turns] == list(range(9))
+    continues = [t.continues for t in episode.turns]
+    assert continues == [None, None, None, 2, 3, None, 5, 6, None]
+    found.append(episode.action)
+  assert found[0] == found[1]
+  assert found[0][0] == "0"
 
 
 def test_a_fault_loses_its_episode_and_nothing_else():
@@ -332,7 +349,7 @@ def test_chats_interleave_and_go_on_with_their_ids(tmp_path):
           known = [*before.prompt_ids, *before.completion_ids]
           assert turn.prompt_ids[: len(known)].tolist() == known
       text = tokenizer.decode(turns[6].prompt_ids)
-      words = ["q", "answer 1", "then: s", "answer 3", "then: v"]
+      words = ["q", turns[1].text, "then: s", turns[3].text, "then: v"]
       assert [w for w in text.split("\n") if w in words] == words
       assert "p" not in text.split("\n") and "then: t" not in text
 

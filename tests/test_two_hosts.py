@@ -136,21 +136,29 @@ def test_hosts_that_read_other_checkpoints_are_refused(monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("first", [7, None])
-def test_an_evaluation_is_of_what_the_first_host_found(monkeypatch, first):
+@pytest.mark.parametrize(
+  ("first", "reads", "says"),
+  [(7, [None, 7], "evaluates step 7"), (None, [None], "no checkpoint in run")],
+)
+def test_an_evaluation_is_of_what_the_first_host_found(
+  monkeypatch, capsys, first, reads, says
+):
   """The run that it is of may save between two hosts' looks."""
+  asked = []
 
   class Newer:
     def __init__(self, workdir, read_only):
       pass
 
     def run(self, step=None):
+      asked.append(step)
       return checkpoint.Run(step or 9, 0, {}, {}, {"folders": {}})
 
   monkeypatch.setattr(checkpoint, "Checkpoints", Newer)
   found = {"step": first}
   monkeypatch.setattr(hosts, "agree", lambda name, mine: [found, mine])
   assert coordinator._restore_params(None, {}, "run", "") == (first or 0, {})
+  assert asked == reads and says in capsys.readouterr().err
 
 
 @pytest.mark.quick

@@ -114,6 +114,11 @@ def _sources(args: argparse.Namespace) -> Iterable[tuple[str, Any]]:
   options = _options(args)
   for name in args.names:
     make, splits = _maker(name)
+    if args.split and not any(splits):
+      raise ValueError(
+        f"--split: {name} is one file or object; leave it out, or write "
+        "{split} in the name"
+      )
     found, missing = 0, []
     for split in args.split or splits:
       try:
