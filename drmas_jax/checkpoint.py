@@ -146,9 +146,6 @@ class Checkpoints:
     self._manager.wait_until_finished()
     return sorted(self._manager.all_steps())
 
-  def latest(self) -> int | None:
-    return max(self.steps(), default=None)
-
   def find(self, name: str) -> int:
     """The step that a number or "best" names.
 

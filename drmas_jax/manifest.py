@@ -91,7 +91,7 @@ def record(
     write_patches(workdir)
     return
   whole = json.loads(path.read_text())
-  before = latest(whole)
+  before = _latest(whole)
   fresh = json.loads(json.dumps(manifest))  # as a file has it
   changed = {
     key: value
@@ -110,11 +110,11 @@ def record(
 def read(workdir: pathlib.Path) -> dict[str, Any] | None:
   """A run's manifest as its last session left it; None: there is no run."""
   path = workdir / "manifest.json"
-  return latest(json.loads(path.read_text())) if path.is_file() else None
+  return _latest(json.loads(path.read_text())) if path.is_file() else None
 
 
-def latest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-  """A run's manifest as its last session left it."""
+def _latest(manifest: Mapping[str, Any]) -> dict[str, Any]:
+  """With what its sessions changed."""
   current = dict(manifest)
   for session in current.pop("sessions", []):
     current |= session

@@ -185,8 +185,10 @@ class Store:
       except OSError as e:
         raise config_lib.ConfigError(f"--workdir: {e}") from e
       if fresh or not path.exists():
-        for old in (path, *folder.glob("episodes*.jsonl")):
-          old.unlink(missing_ok=True)
+        old = [path, *folder.glob("episodes*.jsonl")]
+        old += folder.glob("results.*") if fresh else ()
+        for file in old:
+          file.unlink(missing_ok=True)
     hosts.agree("evaluation: folder", {})
     if path.exists():
       identity = _same(json.loads(path.read_text()), identity, folder)

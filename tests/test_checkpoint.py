@@ -104,7 +104,7 @@ def test_round_trip_of_states_and_record(tmp_path):
   )
   with_one = Checkpoints(tmp_path)
   with_one.save(run, states)
-  assert with_one.latest() == 3
+  assert with_one.steps() == [3]
   with_one.close()
 
   again = Checkpoints(tmp_path)
@@ -120,7 +120,7 @@ def test_round_trip_of_states_and_record(tmp_path):
 def test_nothing_there(tmp_path):
   for read_only in (False, True):
     checkpoints = Checkpoints(tmp_path / str(read_only), read_only=read_only)
-    assert checkpoints.latest() is None
+    assert checkpoints.steps() == []
     assert checkpoints.best() is None
     assert checkpoints.run() is None
     assert checkpoints.restore({}) is None
@@ -275,11 +275,11 @@ def test_left_over_temporary_folder(tmp_path, suffix):
   (left / "policy_solver").mkdir(parents=True)
   (left / "policy_solver" / "half").write_text("x")
   reader = Checkpoints(tmp_path, read_only=True)
-  assert reader.latest() is None
+  assert reader.steps() == []
   assert left.is_dir()  # a reader leaves a save under way alone
   state = {"solver": make_state(0, mesh_of(1))}
   checkpoints = Checkpoints(tmp_path)
-  assert checkpoints.latest() is None
+  assert checkpoints.steps() == []
   checkpoints.save(make_run(5), state)
   assert_same(checkpoints.restore(abstract(state))[0], state)
   checkpoints.close()

@@ -346,7 +346,11 @@ def test_stopped_and_gone_on(tmp_path):
     result = third.run(store, **sets)
   same(straight, result)
   assert third.played == [] and result.num_played == result.num_clocked == 0
+  (tmp_path / "results.json").touch()
+  with open_store(tmp_path) as store:
+    assert len(store.records) == 30 and (tmp_path / "results.json").exists()
   with open_store(tmp_path, fresh=True) as store:
+    assert not store.records and not (tmp_path / "results.json").exists()
     World().run(store, **sets)
   assert len(path.read_text().splitlines()) == 30
 

@@ -39,6 +39,8 @@ def project(tmp_path, monkeypatch):
   git(folder, "add", "mine.py")
   git(folder, "commit", "-m", "first")
   monkeypatch.chdir(folder)
+  # As installed: this tree may have changes that are not committed.
+  monkeypatch.setattr(manifest, "__file__", str(tmp_path / "manifest.py"))
   manifest._code.cache_clear()
   yield folder
   manifest._code.cache_clear()
@@ -55,6 +57,7 @@ def collect(config, **changes):
 
 
 def read(workdir):
+  """The file as it is; `manifest.read` gives what it comes to."""
   return json.loads((workdir / "manifest.json").read_text())
 
 
@@ -193,8 +196,9 @@ def test_sessions_of_a_resumed_run(project, config, tmp_path):
   sessions = read(tmp_path)["sessions"]
   assert [s["step"] for s in sessions] == [3, 7]
   assert sessions[1].keys() == {"step", "created", "data"}
-  latest = manifest.latest(read(tmp_path))
+  latest = manifest.read(tmp_path)
   assert latest["config"]["steps"] == 9 and latest["data"] == third["data"]
   assert "sessions" not in latest
+  assert manifest.read(tmp_path / "elsewhere") is None
   names = {p.name for p in pathlib.Path(tmp_path).glob("*.patch")}
   assert names == {"manifest_diff.1.patch"}
