@@ -332,7 +332,8 @@ class Logging:
     agent_norm_every: steps between gradient norms by agent (a second pass);
       0 for none.
     transcripts_mb: limit of the transcripts on disk.
-    transcript_groups: groups of a step that are written whole.
+    transcript_groups: groups of a step, and questions of a held-out set in
+      `--mode=eval`, that are written whole.
   """
 
   agent_norm_every: int = _bounded(10, low=0)

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from drmas_jax import (
   advantages,
@@ -344,6 +343,10 @@ class Training:
     result: Summary = {}
     step, every = self.step_done, self.config.eval.every
     last = step == self.config.steps
+    if last:  # its evaluation may take long; no step is to be lost with it
+      self.writer.flush()
+      self.save()
+      self.checkpoints.wait()
     if last or (self.score is None and every and step and step % every == 0):
       evaluation = self.evaluate(final=last)
       # What a final one has more of, in tasks or episodes, is left out: scores
@@ -517,16 +520,13 @@ class Training:
         episode,
         self.step_done,
         "train",
-        self._decode,
+        self.rollout.decode,
         {t.index: by_turn[id(t)][0] for t in episode.turns if id(t) in by_turn},
         {t.index: by_turn[id(t)][1] for t in episode.turns if id(t) in by_turn},
       )
       for group in groups[: self.config.logging.transcript_groups]
       for episode in group.episodes
     )
-
-  def _decode(self, policy: str, ids: np.ndarray) -> str:
-    return self.backbones[policy].tokenizer.decode(ids, control=True)
 
   # -- evaluation --
 
@@ -766,7 +766,7 @@ def _evaluate(
     }
     identity = records.identity(config, known, about, grouped)
     folder = records.folder(workdir, done)
-    with records.Store(folder, identity, fresh) as store:
+    with records.Store(folder, identity, fresh, done) as store:
       for backbone in backbones.values():
         backbone.resume()
       key = sampling.root_key(config.seed, "eval")
@@ -781,8 +781,26 @@ def _evaluate(
   if jax.process_index() == 0:
     print(evaluate.write(folder, result, config, done, origins, about))
     manifest.write_patches(folder)
-    print(f"{folder}: results.md, results.json, episodes.jsonl")
+    print(
+      f"{folder}: results.md, results.json, episodes.jsonl, transcripts.jsonl"
+    )
+  _check_lost(result, config.rollout.max_failed)
   return 0
+
+
+def _check_lost(result: Evaluation, allowed: float) -> None:
+  """What was lost counts as nothing (rule 6), so too much of it says nothing.
+
+  Raises:
+    RunError: it is more than `rollout.max_failed`.
+  """
+  lost = sum(int((~s.ok).sum()) for s in result.sets.values())
+  total = sum(s.ok.size for s in result.sets.values())
+  if lost > allowed * total:
+    raise RunError(
+      f"{lost} of {total} episodes failed; allowed is a share of "
+      f"rollout.max_failed={allowed:g}; what failed, and what did not, is kept"
+    )
 
 
 def _restore_params(

@@ -5,6 +5,7 @@
     write       what is left for `compare` and for people
 
     <workdir>/eval/<label>/episodes.jsonl  a line an episode, once it has ended
+                           transcripts.jsonl  of the first questions, whole
                            identity.json   what those episodes depend on
                            results.json    every verdict, and the summary
                            results.md      the summary as tables
@@ -21,7 +22,7 @@ import functools
 import pathlib
 import time
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -280,7 +281,14 @@ def run(
   own = {name: hosts.share(tasks) for name, tasks in sorted(sets.items())}
   whole = rollout.team.environment.scores_groups
   known = {} if store is None else _usable(store.records, own, k, whole)
-  play = _Play(known, k * sum(map(len, own.values())), store)
+
+  def transcript(episode: Episode) -> dict[str, Any] | None:
+    if store is None or episode.task.index >= config.logging.transcript_groups:
+      return None
+    return writers.episode_record(episode, store.step, "eval", rollout.decode)
+
+  total = k * sum(map(len, own.values()))
+  play = _Play(known, total, store, transcript)
   mine: dict[str, Any] = {"stopped": True}
   with contextlib.closing(play), contextlib.suppress(Stopped):
     for name, tasks in own.items():
@@ -324,8 +332,15 @@ class _Play:
 
   _LINE_S = 10.0  # between lines where there is no terminal
 
-  def __init__(self, known: dict[Key, Record], total: int, store: Store | None):
+  def __init__(
+    self,
+    known: dict[Key, Record],
+    total: int,
+    store: Store | None,
+    transcript: Callable[[Episode], dict[str, Any] | None],
+  ):
     self._records, self._store = dict(known), store
+    self._transcript = transcript
     self._before = len(known)
     # Of what is played now.
     self._num = self._ok = self._won = self._tokens = 0
@@ -352,7 +367,7 @@ class _Play:
     self._won += record.won
     self._tokens += record.tokens
     if self._store is not None:
-      self._store.add(record)
+      self._store.add(record, self._transcript(episode))
     if self._progress is None:
       return
     if self._num == 1:  # which compiles

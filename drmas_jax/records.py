@@ -12,7 +12,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
@@ -160,12 +160,14 @@ def cut_after(workdir: pathlib.Path, step: int) -> None:
 class Store:
   """The episodes of an evaluation on disk, shared by all hosts.
 
-  Each host appends to a file of its own and, at the start, reads all of them.
+  Each host appends to files of its own and, at the start, reads the records of
+  all. Some episodes are also kept whole, for people: `transcripts.jsonl`.
 
   Args:
     folder: of the evaluation; made if it is not there.
     identity: what its episodes depend on.
     fresh: forget what is there.
+    step: of the weights.
 
   Raises:
     ConfigError: what is there is of another evaluation.
@@ -176,7 +178,9 @@ class Store:
     folder: pathlib.Path,
     identity: Mapping[str, Any],
     fresh: bool = False,
+    step: int = 0,
   ):
+    self.step = step
     path, host = folder / "identity.json", jax.process_index()
     identity = json.loads(json.dumps(identity))
     if host == 0:
@@ -186,6 +190,7 @@ class Store:
         raise config_lib.ConfigError(f"--workdir: {e}") from e
       if fresh or not path.exists():
         old = [path, *folder.glob("episodes*.jsonl")]
+        old += folder.glob("transcripts*.jsonl")
         old += folder.glob("results.*") if fresh else ()
         for file in old:
           file.unlink(missing_ok=True)
@@ -196,20 +201,33 @@ class Store:
     hosts.agree("evaluation: read", {})
     if host == 0:
       writers.write_json(path, identity)
-    own = folder / (f"episodes.{host}.jsonl" if host else "episodes.jsonl")
-    if own.exists():  # a line that a kill cut short
-      os.truncate(own, own.read_bytes().rfind(b"\n") + 1)
-    self._file = open(own, "a", encoding="utf-8")  # noqa: SIM115
+    suffix = f".{host}.jsonl" if host else ".jsonl"
+    self._lines, self._transcripts = (
+      _appended(folder / f"{name}{suffix}")
+      for name in ("episodes", "transcripts")
+    )
 
-  def add(self, record: Record) -> None:
-    self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
-    self._file.flush()
+  def add(self, record: Record, transcript: Any = None) -> None:
+    """`transcript` is plain data; none: the episode's text is not kept."""
+    if transcript is not None:
+      self._transcripts.write(writers.json_line(transcript))
+      self._transcripts.flush()
+    self._lines.write(json.dumps(dataclasses.asdict(record)) + "\n")
+    self._lines.flush()
 
   def __enter__(self) -> "Store":
     return self
 
   def __exit__(self, *_: Any) -> None:
-    self._file.close()
+    self._lines.close()
+    self._transcripts.close()
+
+
+def _appended(path: pathlib.Path) -> TextIO:
+  """A file of lines to go on with, without a last one that a kill cut short."""
+  if path.exists():
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+  return open(path, "a", encoding="utf-8")
 
 
 def _read(folder: pathlib.Path) -> dict[Key, Record]:

@@ -253,6 +253,10 @@ class Rollout:
     ]
     return _Collection(self, groups, sampling, finished).run()
 
+  def decode(self, policy: str, ids: np.ndarray) -> str:
+    """Text of a turn's ids, control tokens kept."""
+    return self.samplers[policy].tokenizer.decode(ids, control=True)
+
   @property
   def io(self) -> _Io:
     if self._io is None:

@@ -363,7 +363,7 @@ class Transcripts:
 
   def write(self, records: Iterable[Mapping[str, Any]]) -> None:
     for record in records:
-      line = json.dumps(record, default=_plain, ensure_ascii=False) + "\n"
+      line = json_line(record)
       # A lone surrogate becomes an escape that JSON reads back.
       self._append(line.encode(errors="backslashreplace"))
 
@@ -382,6 +382,11 @@ class Transcripts:
     with open(path, "ab") as f:
       f.write(line)
     self._sizes[path] = self._sizes.get(path, 0) + len(line)
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+  """A line of a jsonl file; what JSON does not know becomes text."""
+  return json.dumps(record, default=_plain, ensure_ascii=False) + "\n"
 
 
 def episode_record(

@@ -17,6 +17,7 @@ from test_rollout import Role, Scripted
 
 from drmas_jax import (
   compare,
+  coordinator,
   evaluate,
   hosts,
   main,
@@ -26,7 +27,7 @@ from drmas_jax import (
   writers,
 )
 from drmas_jax import config as config_lib
-from drmas_jax.types import Fault, Outcome, Task
+from drmas_jax.types import Fault, Outcome, RunError, Task
 
 K = 3
 
@@ -346,11 +347,24 @@ def test_stopped_and_gone_on(tmp_path):
     result = third.run(store, **sets)
   same(straight, result)
   assert third.played == [] and result.num_played == result.num_clocked == 0
+  # The first questions of each set are there to be read, each episode once.
+  text = (tmp_path / "transcripts.jsonl").read_text()
+  whole = [json.loads(line) for line in text.splitlines()]
+  ended = [e for e in whole if e["status"] == "ok"]
+  keys = [
+    (e["task"]["source"], e["task"]["index"], e["episode"]) for e in ended
+  ]
+  num = again.config.logging.transcript_groups
+  assert sorted(keys) == [
+    (name, i, j) for name in sets for i in range(num) for j in range(K)
+  ]
+  assert all(e["kind"] == "eval" and e["turns"][0]["completion"] for e in ended)
   (tmp_path / "results.json").touch()
   with open_store(tmp_path) as store:
     assert len(store.records) == 30 and (tmp_path / "results.json").exists()
   with open_store(tmp_path, fresh=True) as store:
     assert not store.records and not (tmp_path / "results.json").exists()
+    assert not (tmp_path / "transcripts.jsonl").read_text()
     World().run(store, **sets)
   assert len(path.read_text().splitlines()) == 30
 
@@ -634,3 +648,11 @@ def test_markdown():
   assert writers.markdown(("a", "b"), [("long", "1"), ("x", "22")]) == (
     "| a    |  b |\n| ---- | -: |\n| long |  1 |\n| x    | 22 |"
   )
+
+
+@pytest.mark.quick
+def test_an_evaluation_that_lost_too_much_says_so():
+  kept = evaluation(2, one=scores([[1, 0], [0, 0]], ok=[[1, 1], [0, 0]]))
+  coordinator._check_lost(kept, 0.5)
+  with pytest.raises(RunError, match="2 of 4 episodes failed; allowed is"):
+    coordinator._check_lost(kept, 0.4)

@@ -34,6 +34,9 @@ class Words:
   def encode_rendered(self, text):
     return np.arange(1, 4, dtype=np.int32)
 
+  def decode(self, ids, control=False):
+    return " ".join(map(str, ids))
+
 
 class Scripted:
   """A sampler that answers from a function, at most `width` at a time."""
