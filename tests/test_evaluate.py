@@ -557,8 +557,8 @@ from drmas_jax import main, records
 
 add, left = records.Store.add, [int(sys.argv.pop(1))]
 
-def killing(self, record):
-  add(self, record)
+def killing(self, *args):
+  add(self, *args)
   left[0] -= 1
   if not left[0]:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -52,7 +52,7 @@ def test_it_leaves_what_a_user_looks_for(job):
   assert {p.name for p in workdir.iterdir()} - {patch} == {
     *("config.json", "changes.json", "summary.json", "metrics.jsonl"),
     *("checkpoints", "tensorboard", "transcripts", "report.png"),
-    *("manifest.json", "eval"),
+    *("manifest.json", "eval", "scores.json"),
   }
   config = json.loads((workdir / "config.json").read_text())
   assert config["steps"] == 3 and config["policies"]["solver"]["micro_batch"]
@@ -286,7 +286,8 @@ def test_eval_mode_with_frozen_policies_and_no_run(tmp_path):
   names = {p.name for p in (tmp_path / "new" / "eval" / "step_0").iterdir()}
   names.discard("manifest_diff.patch")  # of what is not committed here
   assert names == {
-    *("results.json", "results.md", "episodes.jsonl", "identity.json")
+    *("results.json", "results.md", "identity.json"),
+    *("episodes.jsonl", "transcripts.jsonl"),
   }
   result = results_of(tmp_path / "new", 0)
   assert result["step"] == 0

@@ -273,7 +273,9 @@ class _Evaluation:
       if mp.re(exponent) > 0:
         return mp.mpf(0)
       raise Undefined("zero to no positive power")
-    if not (mp.isinf(base) or mp.isinf(exponent)):
+    if mp.isinf(exponent):  # what 1^oo is depends on the version of mpmath
+      raise Undefined("an infinite power")
+    if not mp.isinf(base):
       _within(abs(exponent) * (abs(mp.mag(base)) + 1), 3 * _MAX_MAGNITUDE)
     return mp.power(base, exponent)
 
