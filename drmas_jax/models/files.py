@@ -12,6 +12,8 @@ import json
 import math
 import operator
 import pathlib
+import time
+import weakref
 from typing import NamedTuple
 
 import jax
@@ -143,6 +145,19 @@ def to_devices(
   ]
   jax.block_until_ready(arrays)
   return jax.make_array_from_single_device_arrays(shape, place, arrays)
+
+
+def let_go(held: list[weakref.ref[np.ndarray]]) -> None:
+  """Waits a moment for JAX to free parts whose arrays are gone from devices.
+
+  It does so in a thread of its own, and tells Python at a collection. Where an
+  array on a CPU device is the part itself, there is nothing to wait for.
+  """
+  for _ in range(30):
+    gc.collect(0)
+    if all(part() is None for part in held):
+      return
+    time.sleep(0.001)
 
 
 def digest(parts: dict[Span, np.ndarray]) -> str:

@@ -16,6 +16,7 @@ import pathlib
 import pkgutil
 import shutil
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple
 
@@ -170,7 +171,7 @@ def load(
   block_bytes = max(t.num_bytes for t in tensors.values()) // 4
 
   twin = names["head"] if config.tied and names["head"] in tensors else None
-  digests = {}
+  digests, held = {}, []
 
   def read(key, name):
     return files.read(tensors[name], programs.places[key], block_bytes)
@@ -178,6 +179,7 @@ def load(
   def fetch(key, layer=0):
     name = names[key].format(layer)
     parts = read(key, name)
+    held[:] = map(weakref.ref, parts.values())
     if twin and key == "embedding":
       digests[name] = files.digest(parts)
     return files.to_devices(parts, programs.places[key], tensors[name].shape)
@@ -185,6 +187,7 @@ def load(
   params = {}
   for key, program in programs.ends.items():
     params[key] = jax.block_until_ready(program(fetch(key)))
+    files.let_go(held)
   for name, digest in digests.items():
     if files.digest(read("embedding", twin)) != digest:
       raise ValueError(

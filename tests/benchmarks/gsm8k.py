@@ -1,14 +1,15 @@
 """A pretrained policy on GSM8K: the team, and one agent against transformers.
 
     python tests/benchmarks/gsm8k.py --checkpoint DIR --data DIR [--num 64]
-      [--parts single,math,transformers]
+      [--parts single,math,transformers] [--out DIR]
 
 Plays the first test rows with `--mode=eval`, greedily, on the config
 `math_smollm2.py` with another checkpoint: first the solver alone, then the
 solver and the verifier, both played by the same policy. Where torch is
 installed, transformers' `generate` continues the same prompts, 16 at a time,
 and the same grader judges both. Prints accuracy, tokens, and tokens per second
-of wall clock and of CPU; the last line is JSON.
+of wall clock and of CPU; the last line is JSON. With --out an interrupted one
+goes on where it was; its seconds are then those of the last process.
 """
 
 import argparse
@@ -151,13 +152,16 @@ def main() -> None:
   parser.add_argument("--checkpoint", required=True)
   parser.add_argument("--data", required=True)
   parser.add_argument("--num", type=int, default=64)
+  parser.add_argument("--out", type=pathlib.Path)
   parser.add_argument("--parts", default="single,math,transformers")
   args = parser.parse_args()
   found = {"num": args.num}
   with tempfile.TemporaryDirectory() as folder:
     for team in ("single", "math"):
       if team in args.parts:
-        found[team] = play(args, team, pathlib.Path(folder) / team)
+        found[team] = play(
+          args, team, (args.out or pathlib.Path(folder)) / team
+        )
         print(team, found[team], flush=True)
   if "transformers" in args.parts and importlib.util.find_spec("torch"):
     found["transformers"] = transformers_alone(args)
