@@ -55,7 +55,7 @@ ONLY = {
 
 # Loaded where they are used, inside functions, or not at all.
 LATE = {
-  *("orbax", "transformers", "matplotlib", "tensorboardX", "math_verify"),
+  *("orbax", "transformers", "matplotlib", "tensorboardX"),
   *("tensorflow_datasets", "wandb", "pyarrow", "fsspec", "huggingface_hub"),
 }
 NEVER = {"torch", "tensorflow", "seqio"}

@@ -139,14 +139,13 @@ def test_format(text, valid):
 
 def test_a_prompt_that_opened_the_reasoning():
   """Q13: the template may end a prompt with <think>."""
-  response = "reason</think><answer>4</answer>"
-  opened = one_block(response, "answer", opened=True)
+  response = "<think>" + "reason</think><answer>4</answer>"
+  opened = one_block(response, "answer")
   assert opened == find_block(response, "answer")
   assert opened.content == "4"
-  assert one_block("<think>" + response, "answer").content == "4"
-  assert one_block("no end <answer>4</answer>", "answer", opened=True) is None
-  again = "a</think><think>b</think><answer>4</answer>"
-  assert one_block(again, "answer", opened=True) is None
+  assert one_block("<think>no end <answer>4</answer>", "answer") is None
+  again = "<think>a</think><think>b</think><answer>4</answer>"
+  assert one_block(again, "answer") is None
 
 
 @pytest.mark.parametrize(
@@ -174,16 +173,13 @@ PIECES = st.sampled_from(
 )
 
 
-@hypothesis.given(st.lists(PIECES, max_size=12).map("".join), st.booleans())
-def test_one_block_is_a_part_of_what_find_block_finds(text, opened):
-  block = one_block(text, "answer", "search", opened=opened)
+@hypothesis.given(st.lists(PIECES, max_size=12).map("".join))
+def test_one_block_is_a_part_of_what_find_block_finds(text):
+  block = one_block(text, "answer", "search")
   if block is not None:
     assert block == find_block(text, "answer", "search")
     assert text[block.start : block.end].lower().count(block.name) == 2
     assert block.content.strip()
-  if opened:
-    whole = one_block("<think>" + text, "answer", "search")
-    assert (whole is None) is (block is None)
 
 
 def test_golds_of_public_sets_are_right(shared):

@@ -176,38 +176,43 @@ def test_every_episode_is_played_in_order_with_its_turns():
 
 
 def test_gather_orders_and_seeds_turns_whichever_ends_first(tmp_path):
+  """Narrow samplers of unequal load answer one agent sooner than the other."""
+
   async def run(task, call):
     async def chain(agent, chat):
       return [await call(agent, task, chat=chat) for _ in range(3)]
 
     first = await call("a", task)
-    left, one, two = await gather(
-      call("b", task), chain("a", "one"), chain("a", "two")
+    left, one, two, three = await gather(
+      call("b", task), chain("a", "one"), chain("a", "two"), chain("b", "three")
     )
     assert await gather() == []
     last = await call("b", task)
-    return [r.text for r in (first, left, *one, *two, last)]
+    return [r.text for r in (first, left, *one, *two, *three, last)]
 
+  tokenizer = Tokenizer.load(families.write(tmp_path, "qwen25"))
   found = []
-  for order in (1, -1):
+  for width, order in ((64, 1), (64, -1), (1, 1), (2, -1)):
     groups, _ = play(
       run,
       won,
       lambda key: str(key[2]),
+      width=width,
       order=order,
-      size=1,
-      tokenizer=Tokenizer.load(families.write(tmp_path, "qwen25")),
+      tokenizer=tokenizer,
     )
-    episode = groups[0].episodes[0]
-    # What was sampled, each time by a seed of its own, in the order of turns.
-    assert [t.text for t in episode.turns] == episode.action
-    assert len(set(episode.action)) == 9
-    assert [t.index for t in episode.turns] == list(range(9))
-    continues = [t.continues for t in episode.turns]
-    assert continues == [None, None, None, 2, 3, None, 5, 6, None]
-    found.append(episode.action)
-  assert found[0] == found[1]
-  assert found[0][0] == "0"
+    episodes = [e for group in groups for e in group.episodes]
+    for episode in episodes:
+      # What was sampled, each time by a seed of its own, in the order of turns.
+      assert [t.text for t in episode.turns] == episode.action
+      assert len(set(episode.action)) == 12 and episode.action[0] == "0"
+      assert [t.index for t in episode.turns] == list(range(12))
+      continues = [t.continues for t in episode.turns]
+      assert continues == (
+        [None, None] + [None, 2, 3] + [None, 5, 6] + [None, 8, 9] + [None]
+      )
+    found.append([e.action for e in episodes])
+  assert all(actions == found[0] for actions in found)
 
 
 def test_a_fault_loses_its_episode_and_nothing_else():

@@ -138,7 +138,7 @@ def find_block(text: str, *names: str) -> Block | None:
   return None
 
 
-def one_block(text: str, *names: str, opened: bool = False) -> Block | None:
+def one_block(text: str, *names: str) -> Block | None:
   """The only block of a turn that keeps the format to the letter, or None.
 
   The format is at most one `<think>..</think>`, and outside of it exactly one
@@ -147,13 +147,12 @@ def one_block(text: str, *names: str, opened: bool = False) -> Block | None:
   said; for a turn in which it finds a block, so does `find_block`, the same.
 
   Args:
-    text: a completion.
+    text: a completion, as a parser is given it: with the `<think>` in front
+      that its prompt ended with.
     *names: of the action blocks, lower-case.
-    opened: whether the prompt ended with `<think>`, so that the completion
-      begins within the reasoning.
   """
-  inside = "think" if opened else None
-  thoughts, start, block = int(opened), None, None
+  inside = start = block = None
+  thoughts = 0
   for tag, closing, name in _tags(text, "think", *names):
     if inside == "think" and name != "think":
       continue
