@@ -17,6 +17,8 @@ MATH_TESTS = (
   "olympiadbench",
 )
 
+_LONGEST = 8192 + 4096
+
 # The setting of Tables 1 and 2: 16 episodes of every question.
 _EVAL_SAMPLING = dict(temperature=0.6, top_p=0.95)
 
@@ -59,8 +61,9 @@ def qwen3_math(size: str, *, team: str, estimator: str) -> ConfigDict:
         sampling=_EVAL_SAMPLING,
       ),
       checkpoint=dict(every=100),
-      # All of a host's devices share the heads of one long row: its attention
-      # is not fused, and would fill a device that held it alone.
+      # All of a host's devices share the heads of one long row: in an update
+      # its attention is not fused, and would fill a device that held it alone.
+      # One engine on all of them holds its weights once.
       placement=dict(
         train_mesh=dict(fsdp=1, tensor=0),
         rollout_mesh=dict(fsdp=1, tensor=0),
@@ -80,7 +83,13 @@ def _qwen3_policy(size: str) -> dict:
     update_on_zero_signal=True,
     micro_batch=1,
     optimizer=dict(learning_rate=1e-6),
-    engine=dict(num_slots=24, max_length=8192 + 4096, prefill_rows=1),
+    # The cache is for live tokens: a few long sequences, or many short ones.
+    engine=dict(
+      num_slots=96,
+      max_length=_LONGEST,
+      prefill_rows=2,
+      cache_tokens=24 * _LONGEST,
+    ),
   )
 
 

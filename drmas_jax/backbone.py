@@ -1,7 +1,7 @@
-"""One set of decoder weights on one placement: its learner, engine, sampler.
+"""One set of decoder weights on one placement: its learner, engines, sampler.
 
 In this version a backbone is a policy. It is built from a checkpoint folder,
-trained by `update`, and its weights go to the engine by `resume`. Updates are
+trained by `update`, and its weights go to its engines by `resume`. Updates are
 dispatched and not waited for, so that backbones work at the same time.
 """
 
@@ -18,6 +18,7 @@ from drmas_jax import batching, engine, folders, learner, placement
 from drmas_jax import config as config_lib
 from drmas_jax.checkpoint import SavedPolicy
 from drmas_jax.models import transformer, weights
+from drmas_jax.replicas import Replicas
 from drmas_jax.rewards import Rows
 from drmas_jax.sampler import Sampler
 from drmas_jax.tokenizer import Tokenizer
@@ -185,28 +186,16 @@ class Backbone:
       vocab_size=vocab,
       head_chunk=_head_chunk(vocab, slice_.train_mesh),
     )
-    sizes = self.policy.engine
-    self.engine_spec = engine.Spec(
-      model=dataclasses.replace(
-        model, compute_dtype=self.policy.rollout_dtype, remat=False
-      ),
-      mesh=slice_.rollout_mesh,
-      num_slots=sizes.num_slots,
-      max_length=sizes.max_length,
-      prefill_rows=sizes.prefill_rows,
-      prefill_buckets=sizes.prefill_buckets
-      or batching.powers_of_two(_SMALLEST_BUCKET, sizes.max_length),
-      steps_per_call=sizes.steps_per_call,
-      stop_ids=self.tokenizer.stop_ids,
-      vocab_size=vocab,
-      dtype=self.policy.rollout_dtype,
-    )
+    self.engines = [
+      engine.PolicyEngine(
+        _engine_spec(self.policy, model, mesh, self.tokenizer)
+      )
+      for mesh in slice_.rollout_meshes
+    ]
     self.row_buckets = self.policy.row_buckets or batching.powers_of_two(
-      _SMALLEST_BUCKET, sizes.max_length
+      _SMALLEST_BUCKET, self.policy.engine.max_length
     )
-    self.sampler = Sampler(
-      engine.PolicyEngine(self.engine_spec), self.tokenizer
-    )
+    self.sampler = Replicas([Sampler(e, self.tokenizer) for e in self.engines])
     self.state: TrainState | None = None
     self.params: Any = None  # of a frozen policy, which has no state
     self.updates = 0
@@ -243,12 +232,12 @@ class Backbone:
     )
 
   def resume(self) -> None:
-    """Train slice -> rollout slice; the sampler is ready for a rollout."""
+    """Train slice -> every engine; the sampler is ready for a rollout."""
     params = self.params if self.state is None else self.state.params
     rollout = placement.sync(
       params,
-      engine.param_shardings(self.engine_spec),
-      self.engine_spec.dtype,
+      [engine.param_shardings(e.spec) for e in self.engines],
+      self.policy.rollout_dtype,
       transformer.unstack,
     )
     self.sampler.resume(rollout, self.updates)
@@ -360,6 +349,34 @@ class Backbone:
       )
     self.state, output = programs.train_step(self.state, *rest)
     return output, norms
+
+
+def _engine_spec(
+  policy: config_lib.Policy,
+  model: transformer.DecoderConfig,
+  mesh: jax.sharding.Mesh,
+  tokenizer: Tokenizer,
+) -> engine.Spec:
+  sizes = policy.engine
+  max_pages, page_size = placement.pool(sizes)
+  return engine.Spec(
+    model=dataclasses.replace(
+      model, compute_dtype=policy.rollout_dtype, remat=False
+    ),
+    mesh=mesh,
+    num_slots=sizes.num_slots,
+    max_length=sizes.max_length,
+    prefill_rows=sizes.prefill_rows,
+    prefill_buckets=sizes.prefill_buckets
+    or batching.powers_of_two(_SMALLEST_BUCKET, sizes.max_length),
+    steps_per_call=sizes.steps_per_call,
+    stop_ids=tokenizer.stop_ids,
+    vocab_size=tokenizer.vocab_size,
+    page_size=page_size,
+    max_pages=max_pages,
+    dtype=policy.rollout_dtype,
+    cache_dtype=sizes.cache_dtype or policy.rollout_dtype,
+  )
 
 
 def _head_chunk(vocab_size: int, mesh: jax.sharding.Mesh) -> int:

@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import math
 import pathlib
 import sys
@@ -23,7 +24,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-Mode = Literal["train", "eval", "sft"]
+Mode = Literal["train", "eval", "sft", "serve"]
 
 
 class ConfigError(ValueError):
@@ -86,15 +87,23 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-  """Sizes of a sampler's device side.
+  """Sizes of one engine, the device side of sampling.
+
+  A policy has `placement.rollout_mesh.data` engines on each host, all of these
+  sizes.
 
   Attributes:
-    num_slots: completions decoded at once.
+    num_slots: completions decoded at once, by one engine.
     max_length: longest prompt plus completion, in tokens.
     prefill_rows: prompts per prefill call (a fixed shape, rule 26).
     prefill_buckets: padded prompt lengths; a prompt takes the smallest that
       holds it. Empty: powers of two from 32 up to max_length.
     steps_per_call: decode steps fused into one dispatch.
+    page_size: tokens in a page of the cache; 0: 128 on TPU, 64 elsewhere.
+    cache_dtype: of keys and values; "": the policy's rollout_dtype. "int8" has
+      a scale for each token and head.
+    cache_tokens: most that the cache of one engine grows to; 0: num_slots times
+      max_length. With less, long sequences may wait for room.
   """
 
   num_slots: int = _bounded(32, low=1)
@@ -102,6 +111,9 @@ class Engine:
   prefill_rows: int = _bounded(8, low=1)
   prefill_buckets: tuple[int, ...] = ()
   steps_per_call: int = _bounded(8, low=1)
+  page_size: int = _bounded(0, low=0)
+  cache_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
+  cache_tokens: int = _bounded(0, low=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +127,7 @@ class Policy:
       of a step ("..@200") or the best ("..@best").
     frozen: sampled from, never trained.
     compute_dtype: of activations; parameters and optimizer are float32.
-    rollout_dtype: of the engine's weights and cache.
+    rollout_dtype: of the engine's weights and activations.
     chat_template_kwargs: given to the checkpoint's chat template, such as
       enable_thinking=False or date_string="1 Jan 2026".
     old_logprobs: "sampler" takes the engine's log-probs as the old ones (one
@@ -309,7 +321,9 @@ class Placement:
     shares: relative number of devices by policy; left out: equal.
     rollout_devices: devices of a slice set aside for its engine; 0: the engine
       uses the slice's training devices, in turn with the learner.
-    train_mesh, rollout_mesh: axes of the slices.
+    train_mesh: axes of the mesh of a learner, over all hosts.
+    rollout_mesh: `data` engines for each policy on each host, every one on its
+      own fsdp x tensor devices, which split its weights and kv heads.
     device_memory_gb: per device; 0: ask the device (or the host, on CPU).
     timeout_s: limit of every wait for another host; after an evaluation, on
       top of the time that the own share of it took.
@@ -410,6 +424,8 @@ def read(
 ) -> Config:
   """Reads a config file, applies `a.b=value` overrides, and checks it all.
 
+  The `config.json` that a run leaves in its workdir is such a file, too.
+
   Raises:
     ConfigError: with every fault found, one line each.
   """
@@ -417,6 +433,35 @@ def read(
   for override in overrides:
     _override(raw, override)
   return check(build(raw), mode)
+
+
+def policies_alone(
+  checkpoints: Mapping[str, str], overrides: Sequence[str] = ()
+) -> Config:
+  """A config of policies without a team, to be sampled from.
+
+  Args:
+    checkpoints: by the policy's name.
+    overrides: as in `read`.
+
+  Raises:
+    ConfigError: as `read`.
+  """
+  raw: dict[str, Any] = {
+    "policies": {n: {"checkpoint": c} for n, c in checkpoints.items()},
+    "agents": {},
+    "orchestra": {"name": "single"},
+    "environment": {"name": "math"},
+    "data": {"sources": {}},
+  }
+  for override in overrides:
+    _override(raw, override)
+  config = build(raw)
+  faults = _check_placement(config)
+  for name, policy in config.policies.items():
+    faults += _check_policy(f"policies.{name}", policy)
+  _raise(faults)
+  return config
 
 
 def build(raw: Mapping[str, Any]) -> Config:
@@ -467,6 +512,8 @@ def _plain(raw: Any) -> Any:
 
 def _load_file(path: str | pathlib.Path) -> dict[str, Any]:
   path = pathlib.Path(path)
+  if path.name == "config.json" and path.is_file():
+    return json.loads(path.read_text())
   if path.suffix != ".py" or not path.is_file():
     raise ConfigError(
       f"--config={path}: no such file; name a Python file with get_config()"
@@ -750,7 +797,7 @@ def check(config: Config, mode: Mode = "train") -> Config:
 
 def _check_mode(config: Config, mode: Mode) -> list[str]:
   faults = []
-  if mode != "eval" and not config.trained:
+  if mode in ("train", "sft") and not config.trained:
     faults.append(
       "policies: all are frozen, so nothing would be trained; set "
       "frozen=False for one, or use --mode=eval"
@@ -850,6 +897,12 @@ def _check_policy(path: str, policy: Policy) -> list[str]:
         f"{path}.{key}: the last, {lengths[-1]}, cannot hold a row of "
         f"engine.max_length={room}; add {room}"
       )
+  if 0 < policy.engine.cache_tokens < room:
+    faults.append(
+      f"{path}.engine.cache_tokens: {policy.engine.cache_tokens} cannot hold "
+      f"one sequence of engine.max_length={room}; write at least that, or 0 "
+      "for room in every slot"
+    )
   return faults + _check_effect(path, policy)
 
 

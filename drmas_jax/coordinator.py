@@ -365,9 +365,9 @@ class Training:
     Raises:
       Stopped: by a signal, on any host; the state is that before or after it.
     """
-    began = time.monotonic()
+    began, before = time.monotonic(), self._counts()
     groups, stopping = self._collect()
-    played = time.monotonic()
+    played, after = time.monotonic(), self._counts()
     rows = rewards.row_scores(groups, self.penalties)
     estimate = advantages.estimate(
       self.config.advantage,
@@ -395,6 +395,8 @@ class Training:
       estimate.num_zero_variance,
       self.config.agent_names,
     )
+    for name in self.backbones:
+      found |= metrics.sampling(before[name], after[name], name)
     for name in self.config.trained:
       for reason in ("no_rows", "no_signal", "non_finite"):
         found[f"skipped/{reason}/{name}"] = float(skipped.get(name) == reason)
@@ -411,6 +413,13 @@ class Training:
     self._write_episodes(groups, rows, estimate.values)
     if max(s["stop"] for s in shares):
       raise Stopped
+
+  def _counts(self) -> dict[str, Any]:
+    """What the samplers have counted so far."""
+    return {
+      name: dataclasses.replace(backbone.sampler.counts)
+      for name, backbone in self.backbones.items()
+    }
 
   def _collect(self) -> tuple[list[Group], bool]:
     """This host's groups of the step, or none if the step is given up."""
@@ -747,12 +756,7 @@ def _evaluate(
   """`--mode=eval`: a checkpoint of the workdir, or the policies as they come
   where it has none, on the held-out sets; leaves <workdir>/eval/step_<N>."""
   tasks, fingerprints = _held_out(config)
-  # Nothing is trained, so nothing of an optimizer is planned or loaded.
-  frozen = {
-    name: dataclasses.replace(policy, frozen=True)
-    for name, policy in config.policies.items()
-  }
-  backbones = _build(dataclasses.replace(config, policies=frozen))
+  backbones = _build(_frozen(config))
   stop = Stop(0.0, "the evaluation ends here, and what it has played is kept")
   player = _rollout(config, backbones, stop)
   try:
@@ -786,6 +790,49 @@ def _evaluate(
     )
   _check_lost(result, config.rollout.max_failed)
   return 0
+
+
+def _frozen(config: config_lib.Config) -> config_lib.Config:
+  """Nothing is trained, so nothing of an optimizer is planned or loaded."""
+  policies = {
+    name: dataclasses.replace(policy, frozen=True)
+    for name, policy in config.policies.items()
+  }
+  return dataclasses.replace(config, policies=policies)
+
+
+def to_sample(
+  config: config_lib.Config,
+  workdir: pathlib.Path | None,
+  step: str,
+  stop: Stop,
+) -> tuple[dict[str, Backbone], rollout.Rollout | None]:
+  """Policies that are sampled from and not trained, and the team, if any.
+
+  Args:
+    config: checked.
+    workdir: whose checkpoint they are of; None: they are as they come.
+    step: as for `--mode=eval`.
+    stop: ends a rollout.
+
+  Raises:
+    ConfigError: they cannot be had.
+  """
+  hosts.initialize(None, None, None, timeout_s=config.placement.timeout_s)
+  config = _pinned(config)
+  backbones = _build(_frozen(config))
+  team = _rollout(config, backbones, stop) if config.agents else None
+  if workdir is not None:
+    _restore_params(config, backbones, workdir, step)
+  for name, backbone in backbones.items():
+    if workdir is None:
+      with _blaming(
+        f"policies.{name}.checkpoint={backbone.policy.checkpoint!r}"
+      ):
+        backbone.load()
+    backbone.resume()
+    backbone.params = None  # the engine has its own
+  return backbones, team
 
 
 def _check_lost(result: Evaluation, allowed: float) -> None:

@@ -1,8 +1,13 @@
 """The device side of sampling, on JetStream's engine contract.
 
-    prefill   R prompts of one bucket -> Prefix (cache rows, last hidden state)
-    insert    rows of a Prefix -> slots of the DecodeState
-    generate  sample from the last hidden state, run the decoder, in all slots
+    prefill   chunks of prompts of one bucket -> their pages, last hidden states
+    insert    hidden states -> slots
+    generate  sample from the hidden state, run the decoder, in all slots
+
+The cache is a pool of pages (`models/paged.py`). Which page belongs to whom is
+the host's business: programs get tables, and page 0 is nobody's. A leaf of the
+cache that has no place for tokens, such as a recurrent state, holds what the
+sequence is whose last page has that index.
 
 A slot keeps the hidden state that its next token is sampled from, so each of
 the G slots that share one prefill draws its own first token, and the first
@@ -10,12 +15,20 @@ token is no special case. The random key of a token is
 fold_in(fold_in(fold_in(key, position), episode), turn), then the number of
 tokens generated: it depends on the request alone, not on slot or time.
 
+    backend     a run of decode steps works on
+    TPU, GPU    the pool, by a fused kernel
+    others      a copy of the pages that its slots need, in a row; `take` copies
+                it out for many steps, `give` copies back what was written
+
 The programs are built once per `Spec` by `programs`, so that engines of equal
 shape share them; the class holds weights and state and only forwards.
 """
 
 import dataclasses
 import functools
+import itertools
+import types
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +36,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from drmas_jax import config as config_lib
 from drmas_jax import jetstream_compat, logprobs, sampling, sharding
-from drmas_jax.models import transformer
+from drmas_jax.models import paged, transformer
+
+MAX_STOPS = 8  # stop ids that a request may have beside the tokenizer's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +49,19 @@ class Spec:
 
   Attributes:
     model: the decoder, in the engine's dtype.
-    mesh: one host's devices.
+    mesh: one host's devices; they split weights and kv heads.
     num_slots, max_length, prefill_rows, steps_per_call: see `config.Engine`.
-    prefill_buckets: padded lengths of prompts, rising.
+    prefill_buckets: padded lengths of what is prefilled, rising.
     stop_ids: tokens that end a completion.
     vocab_size: real tokens; ids from here on are padding of the head.
-    dtype: of the cache.
+    page_size: tokens of a page.
+    max_pages: of the largest pool, page 0 among them.
+    dtype: of weights and activations.
+    cache_dtype: "float32", "bfloat16" or "int8".
+    decoder: the module that runs `model`; see `models/transformer.py`.
   """
 
-  model: transformer.DecoderConfig
+  model: Any
   mesh: Mesh
   num_slots: int
   max_length: int
@@ -50,7 +70,21 @@ class Spec:
   steps_per_call: int
   stop_ids: tuple[int, ...]
   vocab_size: int
+  page_size: int
+  max_pages: int
   dtype: str = "float32"
+  cache_dtype: str = "float32"
+  decoder: types.ModuleType = transformer
+
+  @property
+  def pages_per_row(self) -> int:
+    """Of the longest sequence."""
+    return -(-self.max_length // self.page_size)
+
+  @property
+  def fused(self) -> bool:
+    """Decoding is a kernel's, on the pool itself."""
+    return self.decoder.fused(self.model, self.page_size, self.mesh)
 
 
 class Requests(NamedTuple):
@@ -59,34 +93,62 @@ class Requests(NamedTuple):
   Attributes:
     seed: [S, 3] int32: task position, episode, turn.
     limit: most tokens to generate.
+    min_tokens: no stop id is sampled before there are so many.
     temperature, top_k, top_p: see `sampling.sample`.
+    stops: [S, MAX_STOPS] int32, stop ids of its own, filled with -1.
   """
 
   seed: Any
   limit: Any
+  min_tokens: Any
   temperature: Any
   top_k: Any
   top_p: Any
+  stops: Any
 
 
-class Prefix(NamedTuple):
-  """R prefilled prompts: cache [R, .., bucket], hidden [R, D], length [R]."""
+class Chunk(NamedTuple):
+  """One row of a prefill.
 
-  cache: Any
-  hidden: Any
-  length: Any
+  Attributes:
+    tokens: [n] int32, n >= 1, the new ones.
+    start: tokens of the sequence that are in its pages already.
+    pages: all that the sequence then has: ceil((start + n) / page_size).
+    source: the page of token start - 1 in the sequence that this one goes on
+      from (0 if start is 0). What it has before `start` is copied to the first
+      page that is written, and a state is taken from it.
+  """
+
+  tokens: np.ndarray
+  start: int
+  pages: Sequence[int]
+  source: int
 
 
-class DecodeState(NamedTuple):
-  """Everything a step reads and writes; leading dim S, the slots."""
+class Slots(NamedTuple):
+  """What a step reads and writes beside the cache; leading dim S."""
 
-  cache: Any
   hidden: Any
   length: Any
   generated: Any
   active: Any
   key: Any
   requests: Requests
+
+
+class DecodeState(NamedTuple):
+  """Of an engine; in JetStream's contract slot i has the same pages always."""
+
+  cache: Any
+  slots: Slots
+
+
+class Prefix(NamedTuple):
+  """JetStream's prefilled prompt: a pool of its own, from page 1 on."""
+
+  cache: Any
+  hidden: Any  # [R, D], of which row 0 counts
+  length: Any
 
 
 class Generated(NamedTuple):
@@ -104,50 +166,51 @@ class Generated(NamedTuple):
 
 
 class Programs(NamedTuple):
+  """`init` and `grow` take a number of pages; the others see it in the pool."""
+
   init: Any
+  grow: Any
   prefill: Any
   insert: Any
+  take: Any
   generate: Any
+  give: Any
+  read: Any
+  write: Any
 
 
-def _state_axes(spec: Spec) -> DecodeState:
-  slots = ("slots",)
-  return DecodeState(
-    cache=transformer.cache_axes(spec.model),
-    hidden=("slots", "embed"),
-    length=slots,
-    generated=slots,
-    active=slots,
-    key=("slots", None),
-    requests=Requests(("slots", None), slots, slots, slots, slots),
+# -- the cache, whatever its leaves are ----------------------------------------
+
+
+def _map_cache(spec: Spec, tokens: Any, state: Any, *caches: Any) -> Any:
+  """Applies `tokens` to leaves with places for tokens, `state` to others."""
+  return jax.tree.map(
+    lambda axes, *leaves: (tokens if "length" in axes else state)(*leaves),
+    spec.decoder.cache_axes(spec.model, spec.cache_dtype),
+    *caches,
+    is_leaf=sharding.is_axes,
   )
 
 
-def _prefix_shardings(spec: Spec) -> Prefix:
-  """The same for every bucket: rows as slots are, and lengths whole."""
-  bucket = spec.prefill_buckets[0]
-  shapes = jax.eval_shape(
-    lambda: Prefix(
-      transformer.init_cache(
-        spec.model, spec.prefill_rows, bucket, jnp.dtype(spec.dtype)
-      ),
-      jnp.zeros([spec.prefill_rows, spec.model.embed_dim]),
-      jnp.zeros([spec.prefill_rows], jnp.int32),
-    )
+def _pool(spec: Spec, num_pages: int) -> Any:
+  return spec.decoder.init_cache(
+    spec.model, num_pages, spec.page_size, jnp.dtype(spec.cache_dtype)
   )
-  axes = Prefix(
-    transformer.cache_axes(spec.model), ("slots", "embed"), ("slots",)
-  )
-  return sharding.shardings(axes, shapes, spec.mesh)
 
 
-def _init(spec: Spec) -> DecodeState:
+def _last_page(spec: Spec, table: jax.Array, length: jax.Array) -> jax.Array:
+  """[B] page of the last token of each row."""
+  block = jnp.maximum(length - 1, 0)[:, None] // spec.page_size
+  return jnp.take_along_axis(table, block, axis=1, mode="fill", fill_value=0)[
+    :, 0
+  ]
+
+
+def _empty_slots(spec: Spec) -> Slots:
   num = spec.num_slots
   zeros = jnp.zeros([num], jnp.int32)
-  return DecodeState(
-    cache=transformer.init_cache(
-      spec.model, num, spec.max_length, jnp.dtype(spec.dtype)
-    ),
+  ones = jnp.ones([num], jnp.float32)
+  return Slots(
     hidden=jnp.zeros([num, spec.model.embed_dim], jnp.dtype(spec.dtype)),
     length=zeros,
     generated=zeros,
@@ -156,156 +219,242 @@ def _init(spec: Spec) -> DecodeState:
     requests=Requests(
       seed=jnp.zeros([num, 3], jnp.int32),
       limit=zeros,
-      temperature=jnp.ones([num], jnp.float32),
+      min_tokens=zeros,
+      temperature=ones,
       top_k=zeros,
-      top_p=jnp.ones([num], jnp.float32),
+      top_p=ones,
+      stops=jnp.full([num, MAX_STOPS], -1, jnp.int32),
     ),
   )
 
 
-def _prefill(spec: Spec, params, tokens, lengths, existing: Prefix | None):
-  """tokens [R, bucket], lengths [R]; `existing` has the text before them."""
+# -- programs ------------------------------------------------------------------
+
+
+def _init(spec: Spec, num_pages: int) -> DecodeState:
+  return DecodeState(_pool(spec, num_pages), _empty_slots(spec))
+
+
+def _grow(spec: Spec, num_pages: int, cache: Any) -> Any:
+  def put(wide, narrow):
+    return jax.lax.dynamic_update_slice(wide, narrow, (0,) * wide.ndim)
+
+  return jax.tree.map(put, _pool(spec, num_pages), cache)
+
+
+def _prefill(spec: Spec, params, cache, tokens, lengths, starts, source, table):
+  """Chunks of R rows: tokens [R, bucket], lengths [R], and see `Chunk`."""
   rows, bucket = tokens.shape
-  start = jnp.zeros([rows], jnp.int32)
-  room = bucket
-  if existing is not None:
-    start = existing.length
-    room = min(bucket + _cache_length(spec, existing.cache), spec.max_length)
-  cache = transformer.init_cache(spec.model, rows, room, jnp.dtype(spec.dtype))
-  if existing is not None:
-    cache = jax.tree.map(
-      lambda wide, narrow: jax.lax.dynamic_update_slice(
-        wide, narrow, (0,) * wide.ndim
-      ),
-      cache,
-      existing.cache,
-    )
   offsets = jnp.arange(bucket, dtype=jnp.int32)
   inputs = transformer.Inputs(
     tokens=tokens,
-    positions=start[:, None] + offsets,
+    positions=starts[:, None] + offsets,
     segment_ids=(offsets < lengths[:, None]).astype(jnp.int32),
     policy_index=jnp.zeros([rows], jnp.int32),
   )
-  hidden, cache = transformer.forward(
-    params, inputs, cache, config=spec.model, mesh=spec.mesh
+
+  def begin(leaf):
+    fresh = (starts == 0).reshape(-1, *[1] * (leaf.ndim - 1))
+    return jnp.where(fresh, 0, leaf[source])
+
+  hidden, new = spec.decoder.forward(
+    params,
+    inputs,
+    _map_cache(spec, lambda leaf: leaf, begin, cache),
+    paged.Pages(table, source),
+    config=spec.model,
+    mesh=spec.mesh,
   )
-  last = jnp.maximum(lengths - 1, 0)
-  hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-  return Prefix(cache, hidden, start + lengths)
-
-
-def _cache_length(spec: Spec, cache: Any) -> int:
-  """How many positions a cache has room for (static)."""
-  axes = jax.tree.leaves(
-    transformer.cache_axes(spec.model),
-    is_leaf=sharding.is_axes,
+  last = _last_page(spec, table, starts + lengths)
+  cache = _map_cache(
+    spec,
+    lambda old, new: new,
+    lambda old, new: old.at[last].set(new.astype(old.dtype)),
+    cache,
+    new,
   )
-  return jax.tree.leaves(cache)[0].shape[axes[0].index("length")]
+  place = jnp.maximum(lengths - 1, 0)[:, None, None]
+  return cache, jnp.take_along_axis(hidden, place, axis=1)[:, 0]
 
 
-def _insert(spec: Spec, prefix, state, rows, slots, count, key, requests):
-  """Row rows[i] goes to slot slots[i] for i < count, one after the other.
+def _put(array, value, place):
+  """array[place] = value, in a loop."""
+  return jax.lax.dynamic_update_slice(
+    array, value[None].astype(array.dtype), (place, *[0] * value.ndim)
+  )
 
-  A loop with a dynamic number of trips: one program for any number of
-  insertions, and work in proportion to it.
+
+def _insert(spec: Spec, state, hidden, count, key, what):
+  """The first `count` of `what`, one after the other: one program for any
+  number of insertions, and work in proportion to it.
+
+  Args:
+    spec: of the engine.
+    state: donated.
+    hidden: [R, D], of a prefill.
+    count: how many.
+    key: root of the sampling.
+    what: rows, slots, copies [S, 2], lengths [S], requests.
   """
   del spec
-
-  def put(array, value, slot):
-    return jax.lax.dynamic_update_slice(
-      array, value[None].astype(array.dtype), (slot,) + (0,) * value.ndim
-    )
+  rows, slots, copies, lengths, requests = what
 
   def body(i, state):
-    row, slot = rows[i], slots[i]
-    seed = requests.seed[i]
-    own = functools.reduce(jax.random.fold_in, seed, key)
+    slot, (source, target) = slots[i], copies[i]
+    own = functools.reduce(jax.random.fold_in, requests.seed[i], key)
+    old = state.slots
     return DecodeState(
-      cache=jax.tree.map(
-        lambda c, p: put(
-          c, jax.lax.dynamic_index_in_dim(p, row, keepdims=False), slot
+      jax.tree.map(
+        lambda leaf: _put(
+          leaf,
+          jax.lax.dynamic_index_in_dim(leaf, source, keepdims=False),
+          target,
         ),
         state.cache,
-        prefix.cache,
       ),
-      hidden=put(state.hidden, prefix.hidden[row], slot),
-      length=state.length.at[slot].set(prefix.length[row]),
-      generated=state.generated.at[slot].set(0),
-      active=state.active.at[slot].set(True),
-      key=put(state.key, own, slot),
-      requests=jax.tree.map(
-        lambda a, r: put(a, r[i], slot), state.requests, requests
+      Slots(
+        hidden=_put(old.hidden, hidden[rows[i]], slot),
+        length=old.length.at[slot].set(lengths[i]),
+        generated=old.generated.at[slot].set(0),
+        active=old.active.at[slot].set(True),
+        key=_put(old.key, own, slot),
+        requests=jax.tree.map(
+          lambda a, r: _put(a, r[i], slot), old.requests, requests
+        ),
       ),
     )
 
   return jax.lax.fori_loop(0, count, body, state)
 
 
-def _step(spec: Spec, params, state: DecodeState):
+def _take(spec: Spec, cache, slots: Slots, ids, table):
+  """The pages `ids` of the pool in a row; of a state, each slot's.
+
+  Args:
+    spec: of the engine.
+    cache: the pool.
+    slots: as they are before the run.
+    ids: [W] pages.
+    table: [S, M] the slots' pages, as places in `ids`.
+  """
+  last = ids[_last_page(spec, table, slots.length)]
+  return _map_cache(
+    spec, lambda leaf: leaf[ids], lambda leaf: leaf[last], cache
+  )
+
+
+def _give(spec: Spec, cache, taken, length, valid, ids, table):
+  """Back to the pool (donated) goes what a run may have written.
+
+  Args:
+    spec: of the engine.
+    cache: the pool.
+    taken: as `_take` returned it, and the run changed it.
+    length: [S] of the slots behind the run.
+    valid: [n, S] of the run.
+    ids: [W] pages.
+    table: [S, M] the slots' pages, as places in `ids`.
+  """
+  size = spec.page_size
+  most = (spec.steps_per_call + size - 2) // size + 1
+  block = (length - jnp.sum(valid, axis=0))[:, None] // size + jnp.arange(most)
+  place = jnp.take_along_axis(
+    table, block, axis=1, mode="fill", fill_value=0
+  ).reshape(-1)
+  last = ids[_last_page(spec, table, length)]
+  return _map_cache(
+    spec,
+    lambda pool, new: pool.at[ids[place]].set(new[place]),
+    lambda pool, new: pool.at[last].set(new),
+    cache,
+    taken,
+  )
+
+
+def _step(spec: Spec, params, cache, slots: Slots, pages: paged.Pages):
   """One token in every slot; a slot that is not active stays as it is."""
-  head = transformer.head(params, spec.model)
-  logits = logprobs.logits(state.hidden, head, spec.vocab_size)
-  keys = jax.vmap(jax.random.fold_in)(state.key, state.generated)
-  ask = state.requests
-  drawn = sampling.sample(keys, logits, ask.temperature, ask.top_k, ask.top_p)
-  active = state.active
+  head = spec.decoder.head(params, spec.model)
+  logits = logprobs.logits(slots.hidden, head, spec.vocab_size)
+  keys = jax.vmap(jax.random.fold_in)(slots.key, slots.generated)
+  ask, active = slots.requests, slots.active
+  common = jnp.tile(jnp.asarray(spec.stop_ids, jnp.int32), (spec.num_slots, 1))
+  stops = jnp.concatenate([common, ask.stops], axis=1)
+  early = (slots.generated < ask.min_tokens)[:, None]
+  drawn = sampling.sample(
+    keys,
+    logits,
+    ask.temperature,
+    ask.top_k,
+    ask.top_p,
+    jnp.where(early, stops, -1),
+  )
   inputs = transformer.Inputs(
     tokens=drawn.token[:, None],
-    # A slot that has ended writes where it would have gone on: at a place that
-    # is overwritten before anything attends to it.
-    positions=jnp.minimum(state.length, spec.max_length - 1)[:, None],
-    segment_ids=jnp.ones([spec.num_slots, 1], jnp.int32),
+    # A slot that has ended goes nowhere: to page 0.
+    positions=jnp.where(active, slots.length, 0)[:, None],
+    segment_ids=active[:, None].astype(jnp.int32),
     policy_index=jnp.zeros([spec.num_slots], jnp.int32),
   )
-  hidden, cache = transformer.forward(
-    params, inputs, state.cache, config=spec.model, mesh=spec.mesh
+  table = jnp.where(active[:, None], pages.table, 0)
+  hidden, cache = spec.decoder.forward(
+    params,
+    inputs,
+    cache,
+    pages._replace(table=table),
+    config=spec.model,
+    mesh=spec.mesh,
   )
-  generated = state.generated + active
-  stops = jnp.asarray(spec.stop_ids, jnp.int32)
+  generated = slots.generated + active
   ended = jnp.any(drawn.token[:, None] == stops, axis=-1)
-  state = state._replace(
-    cache=cache,
-    hidden=hidden[:, 0].astype(state.hidden.dtype),
-    length=state.length + active,
+  slots = slots._replace(
+    hidden=hidden[:, 0].astype(slots.hidden.dtype),
+    length=slots.length + active,
     generated=generated,
     active=active & ~ended & (generated < ask.limit),
   )
-  return state, drawn, active
+  return cache, slots, drawn, active
 
 
-def _generate(spec: Spec, params, state, live, num_steps, leave_when_free):
+def _generate(
+  spec: Spec, params, cache, slots, pages, live, num_steps, leave_when_free
+):
   """Up to num_steps steps in one program.
 
   Args:
     spec: of the engine.
     params: rollout weights.
-    state: donated.
+    cache: the pool, or what was taken of it; donated.
+    slots: donated.
+    pages: of the slots, in `cache`.
     live: [S] bool, False ends a slot (its tag closed, its episode is gone).
     num_steps: at most spec.steps_per_call.
     leave_when_free: return as soon as a slot ends (there is work for it).
   """
   size = (spec.steps_per_call, spec.num_slots)
-  state = state._replace(active=state.active & live)
-  started = jnp.sum(state.active)
+  pool = cache
+  if spec.fused:  # otherwise a state was taken with the pages
+    last = _last_page(spec, pages.table, slots.length)
+    cache = _map_cache(spec, lambda x: x, lambda x: x[last], cache)
+  slots = slots._replace(active=slots.active & live)
+  started = jnp.sum(slots.active)
   out = Generated(
     tokens=jnp.zeros(size, jnp.int32),
     logprobs=jnp.zeros(size, jnp.float32),
     log_kept_mass=jnp.zeros(size, jnp.float32),
     valid=jnp.zeros(size, bool),
     num_steps=jnp.zeros([], jnp.int32),
-    active=state.active,
+    active=slots.active,
   )
 
   def go_on(carry):
-    state, out = carry
-    running = jnp.sum(state.active)
+    _, slots, out = carry
+    running = jnp.sum(slots.active)
     free = leave_when_free & (running < started)
     return (out.num_steps < num_steps) & (running > 0) & ~free
 
   def body(carry):
-    state, out = carry
-    state, drawn, valid = _step(spec, params, state)
+    cache, slots, out = carry
+    cache, slots, drawn, valid = _step(spec, params, cache, slots, pages)
     i = out.num_steps
     out = Generated(
       tokens=out.tokens.at[i].set(drawn.token),
@@ -313,20 +462,74 @@ def _generate(spec: Spec, params, state, live, num_steps, leave_when_free):
       log_kept_mass=out.log_kept_mass.at[i].set(drawn.log_kept_mass),
       valid=out.valid.at[i].set(valid),
       num_steps=i + 1,
-      active=state.active,
+      active=slots.active,
     )
-    return state, out
+    return cache, slots, out
 
-  return jax.lax.while_loop(go_on, body, (state, out))
+  cache, slots, out = jax.lax.while_loop(go_on, body, (cache, slots, out))
+  if spec.fused:
+    last = _last_page(spec, pages.table, slots.length)
+    cache = _map_cache(
+      spec, lambda _, x: x, lambda old, x: old.at[last].set(x), pool, cache
+    )
+  return cache, slots, out
+
+
+def _read(spec: Spec, state: DecodeState, slot, ids):
+  """A slot's row, and pages [M]."""
+  del spec
+  return (
+    jax.tree.map(lambda leaf: leaf[ids], state.cache),
+    jax.tree.map(lambda row: row[slot], state.slots),
+  )
+
+
+def _write(spec: Spec, state: DecodeState, slot, ids, pages, row):
+  """What `_read` read; `state` is donated."""
+  del spec
+  return DecodeState(
+    jax.tree.map(lambda leaf, x: leaf.at[ids].set(x), state.cache, pages),
+    jax.tree.map(lambda rows, x: _put(rows, x, slot), state.slots, row),
+  )
+
+
+# -- layouts -------------------------------------------------------------------
+
+
+def _slot_axes() -> Slots:
+  one = ("slots",)
+  two = ("slots", None)
+  return Slots(
+    hidden=two,
+    length=one,
+    generated=one,
+    active=one,
+    key=two,
+    requests=Requests(two, one, one, one, one, one, two),
+  )
+
+
+def cache_shardings(spec: Spec) -> Any:
+  """The same for every number of pages."""
+  return sharding.shardings(
+    spec.decoder.cache_axes(spec.model, spec.cache_dtype),
+    jax.eval_shape(functools.partial(_pool, spec, 2)),
+    spec.mesh,
+  )
+
+
+def _slot_shardings(spec: Spec) -> Slots:
+  shapes = jax.eval_shape(functools.partial(_empty_slots, spec))
+  return sharding.shardings(_slot_axes(), shapes, spec.mesh)
 
 
 @functools.cache
 def param_shardings(spec: Spec) -> Any:
   """Of the rollout weights, layer by layer (`transformer.unstack`)."""
   shapes = jax.eval_shape(
-    transformer.unstack, transformer.param_shapes(spec.model)
+    spec.decoder.unstack, spec.decoder.param_shapes(spec.model)
   )
-  axes = transformer.param_axes(spec.model)
+  axes = spec.decoder.param_axes(spec.model)
   layer = jax.tree.map(
     lambda names: names[1:], axes["layers"], is_leaf=sharding.is_axes
   )
@@ -342,23 +545,38 @@ def to_host(out: Generated) -> Generated:
 @functools.cache
 def programs(spec: Spec) -> Programs:
   """The jitted programs of a spec; every state keeps its shardings."""
-  axes = _state_axes(spec)
-  shapes = jax.eval_shape(functools.partial(_init, spec))
-  state = sharding.shardings(axes, shapes, spec.mesh)
+  cache, slots = cache_shardings(spec), _slot_shardings(spec)
+  state = DecodeState(cache, slots)
   whole = sharding.replicated(spec.mesh)
-  jit = functools.partial(jax.jit, static_argnums=0)
+
+  def jit(function, outputs, donate=(), static=()):
+    jitted = jax.jit(
+      function,
+      static_argnums=(0, *static),
+      donate_argnums=donate,
+      out_shardings=outputs,
+    )
+    return functools.partial(jitted, spec)
+
+  # What is taken has no pages of its own in a state's leaves, but slots: both
+  # are whole dims.
   return Programs(
-    init=functools.partial(jit(_init, out_shardings=state), spec),
-    prefill=functools.partial(
-      jit(_prefill, out_shardings=_prefix_shardings(spec)), spec
-    ),
-    insert=functools.partial(
-      jit(_insert, donate_argnums=2, out_shardings=state), spec
-    ),
-    generate=functools.partial(
-      jit(_generate, donate_argnums=2, out_shardings=(state, whole)), spec
-    ),
+    init=jit(_init, state, static=(1,)),
+    grow=jit(_grow, cache, static=(1,)),
+    prefill=jit(_prefill, (cache, whole), donate=(2,)),
+    insert=jit(_insert, state, donate=(1,)),
+    take=jit(_take, cache),
+    generate=jit(_generate, (cache, slots, whole), donate=(2, 3)),
+    give=jit(_give, cache, donate=(1,)),
+    read=jit(_read, whole),
+    write=jit(_write, state, donate=(1,)),
   )
+
+
+def _bucket(num: int) -> int:
+  """The smallest of 1, 2, 3, 4, 6, 8, 12, .. that is at least `num`."""
+  power = 1 << max(num - 1, 0).bit_length()
+  return power * 3 // 4 if power >= 4 and num <= power * 3 // 4 else power
 
 
 class PolicyEngine(jetstream_compat.Engine):
@@ -371,26 +589,53 @@ class PolicyEngine(jetstream_compat.Engine):
   def __init__(self, spec: Spec, tokenizer: Any = None):
     """`tokenizer` only serves JetStream's own orchestrator."""
     self.spec = spec
-    self.key = jax.random.key_data(jax.random.key(0))  # root of all sampling
+    # Root of all sampling; on the host, so that `release` leaves no array.
+    self.key = np.array(jax.random.key_data(jax.random.key(0)))
     self.params: Any = None
     self.state: DecodeState | None = None
     self.version = -1
+    self.num_pages = _first_pages(spec)
+    self.default_sampling = config_lib.Sampling()  # of JetStream's requests
     self._tokenizer = tokenizer
     self._programs = programs(spec)
 
   # -- what training uses ------------------------------------------------------
 
+  @property
+  def rewinds(self) -> bool:
+    """Whether a sequence can be gone on from before its end."""
+    return self.spec.decoder.rewinds(self.spec.model)
+
   def resume(self, params: Any, version: int) -> None:
-    """Takes rollout weights (after `version` updates) and an empty cache."""
+    """Takes rollout weights (after `version` updates) and an empty cache.
+
+    The pool is as large as it last was: what has to be compiled for a size is
+    compiled once.
+    """
     self.params, self.version = params, version
-    self.state = self._programs.init()
+    self.state = self._programs.init(self.num_pages)
 
   def release(self) -> None:
     """Drops the rollout weights and the cache."""
     self.params = self.state = None
 
+  def grow(self, num_pages: int) -> None:
+    """A pool of `num_pages`; what is in it stays.
+
+    Raises:
+      ValueError: over spec.max_pages, or no more than there are.
+    """
+    if not self.num_pages < num_pages <= self.spec.max_pages:
+      raise ValueError(
+        f"num_pages: {num_pages}; allowed are more than {self.num_pages}, at "
+        f"most {self.spec.max_pages}; raise engine.cache_tokens"
+      )
+    cache = self._programs.grow(num_pages, self.state.cache)
+    self.state = self.state._replace(cache=cache)
+    self.num_pages = num_pages
+
   def bucket(self, length: int) -> int:
-    """The padded length of a prompt: a function of its own length alone."""
+    """The padded length of a chunk: a function of its own length alone."""
     for size in self.spec.prefill_buckets:
       if length <= size:
         return size
@@ -399,50 +644,167 @@ class PolicyEngine(jetstream_compat.Engine):
       f"{self.spec.prefill_buckets[-1]}; raise engine.max_length"
     )
 
-  def prefill_rows(self, prompts: list[np.ndarray]) -> Prefix:
-    """Prefills up to prefill_rows prompts of one bucket; pads the rest."""
-    rows = self.spec.prefill_rows
-    bucket = self.bucket(max(len(p) for p in prompts))
-    tokens = np.zeros([rows, bucket], np.int32)
-    lengths = np.ones([rows], np.int32)
-    for i, prompt in enumerate(prompts):
-      tokens[i, : len(prompt)] = prompt
-      lengths[i] = len(prompt)
-    return self._programs.prefill(self.params, tokens, lengths, None)
+  def prefill_rows(self, chunks: Sequence[Chunk]) -> jax.Array:
+    """Prefills up to prefill_rows chunks of one bucket; pads the rest.
 
-  def insert_rows(
-    self, prefix: Prefix, rows: list[int], slots: list[int], requests: Requests
-  ) -> None:
-    """Row rows[i] of `prefix` goes to slots[i] with requests[i]."""
-    num = self.spec.num_slots
-    pad = num - len(slots)
-    self.state = self._programs.insert(
-      prefix,
-      self.state,
-      np.asarray(rows + [0] * pad, np.int32),
-      np.asarray(slots + [0] * pad, np.int32),
-      len(slots),
-      self.key,
-      jax.tree.map(
-        lambda a: np.concatenate([a, np.zeros([pad, *a.shape[1:]], a.dtype)]),
-        requests,
-      ),
+    Returns:
+      [R, D], the hidden state behind each chunk's last token.
+    """
+    cache, hidden = self._prefill(self.params, self.state.cache, chunks)
+    self.state = self.state._replace(cache=cache)
+    return hidden
+
+  def _prefill(self, params, cache, chunks: Sequence[Chunk], bucket: int = 0):
+    rows = self.spec.prefill_rows
+    bucket = bucket or self.bucket(max(len(c.tokens) for c in chunks))
+    tokens = np.zeros([rows, bucket], np.int32)
+    table = np.zeros([rows, self.spec.pages_per_row], np.int32)
+    lengths = np.ones([rows], np.int32)
+    starts, source = np.zeros([2, rows], np.int32)
+    for i, chunk in enumerate(chunks):
+      tokens[i, : len(chunk.tokens)] = chunk.tokens
+      table[i, : len(chunk.pages)] = chunk.pages
+      lengths[i] = len(chunk.tokens)
+      starts[i], source[i] = chunk.start, chunk.source
+    return self._programs.prefill(
+      params, cache, tokens, lengths, starts, source, table
     )
 
-  def generate_n(self, live: np.ndarray, leave_when_free: bool) -> Generated:
-    """The one-step `generate` up to steps_per_call times; see `_generate`."""
-    self.state, out = self._programs.generate(
-      self.params, self.state, live, self.spec.steps_per_call, leave_when_free
+  def insert_rows(
+    self,
+    hidden: jax.Array,
+    rows: Sequence[int],
+    slots: Sequence[int],
+    copies: Sequence[tuple[int, int]],
+    lengths: Sequence[int],
+    requests: Requests,
+  ) -> None:
+    """Row rows[i] of `hidden` goes to slots[i] with requests[i].
+
+    Args:
+      hidden: [R, D], of `prefill_rows`.
+      rows: n of them.
+      slots: n of them.
+      copies: n pairs (from page, to page), of a page that is shared up to the
+        middle; (0, 0) where there is nothing to copy.
+      lengths: n, tokens that each slot's sequence has.
+      requests: of n.
+    """
+    self.state = self._insert(
+      self.state, hidden, rows, slots, copies, lengths, requests
+    )
+
+  def _insert(self, state, hidden, rows, slots, copies, lengths, requests):
+    pad = self.spec.num_slots - len(slots)
+    what = (
+      np.asarray(rows, np.int32),
+      np.asarray(slots, np.int32),
+      np.asarray(copies, np.int32).reshape(-1, 2),
+      np.asarray(lengths, np.int32),
+      requests,
+    )
+    what = jax.tree.map(
+      lambda a: np.concatenate([a, np.zeros([pad, *a.shape[1:]], a.dtype)]),
+      what,
+    )
+    return self._programs.insert(state, hidden, len(slots), self.key, what)
+
+  def generate_n(
+    self, tables: Sequence[Sequence[int]], live: Any, leave_when_free: bool
+  ) -> Generated:
+    """The one-step `generate` up to steps_per_call times; see `_generate`.
+
+    Args:
+      tables: of each slot its pages, with room for the tokens that it may
+        still get in this run; of a slot that is not live, none.
+      live: [S] bool.
+      leave_when_free: return as soon as a slot ends.
+    """
+    self.state, out = self._run(
+      self.params,
+      self.state,
+      tables,
+      np.asarray(live),
+      self.spec.steps_per_call,
+      leave_when_free,
     )
     return out
 
+  def _run(self, params, state, tables, live, num_steps, leave):
+    if self.spec.fused:
+      pages = paged.Pages(_rectangle(tables, self.spec.pages_per_row))
+      cache, slots, out = self._programs.generate(
+        params, *state, pages, live, num_steps, leave
+      )
+      return DecodeState(cache, slots), out
+    ids, pages = self._in_a_row(tables)
+    taken = self._programs.take(state.cache, state.slots, ids, pages.table)
+    taken, slots, out = self._programs.generate(
+      params, taken, state.slots, pages, live, num_steps, leave
+    )
+    cache = self._programs.give(
+      state.cache, taken, slots.length, out.valid, ids, pages.table
+    )
+    return DecodeState(cache, slots), out
+
+  def _in_a_row(
+    self, tables: Sequence[Sequence[int]]
+  ) -> tuple[np.ndarray, paged.Pages]:
+    """The pages of all slots one after the other, behind page 0.
+
+    Returns:
+      ids [W], filled with 0, where W is of a few sizes; and where among them
+      each slot's pages are.
+    """
+    counts = np.array([len(pages) for pages in tables])
+    total, num_slots = int(counts.sum()), len(tables)
+    first = np.cumsum(counts) - counts
+    size = 1 + max(_bucket(total), num_slots)
+    ids, owner = np.zeros([2, size], np.int32)
+    # Nothing of a page that is nobody's is seen.
+    end = self.spec.pages_per_row
+    block = np.full([size], end, np.int32)
+    ids[1 : total + 1] = list(itertools.chain.from_iterable(tables))
+    owner[1 : total + 1] = np.repeat(np.arange(num_slots), counts)
+    block[1 : total + 1] = np.arange(total) - np.repeat(first, counts)
+    place = np.arange(end)
+    table = np.where(place < counts[:, None], 1 + first[:, None] + place, 0)
+    return ids, paged.Pages(table.astype(np.int32), None, owner, block)
+
+  def spill(self, slot: int | None, pages: Sequence[int]) -> Any:
+    """A copy, in the host's memory, of a sequence's pages, and of the row of
+    the slot that it runs in; waits for it."""
+    found = self._programs.read(self.state, slot or 0, self._ids(pages))
+    return jax.device_get(found)
+
+  def restore(self, blob: Any, slot: int | None, pages: Sequence[int]) -> None:
+    """What `spill` copied, to other pages, and to a slot if it is one's."""
+    content, row = blob
+    if slot is None:  # no row: that of slot 0 is put where it is
+      slot = 0
+      row = jax.tree.map(lambda rows: rows[0], self.state.slots)
+    self.state = self._programs.write(
+      self.state, slot, self._ids(pages), content, row
+    )
+
+  def _ids(self, pages: Sequence[int]) -> np.ndarray:
+    return _rectangle([pages], self.spec.pages_per_row)[0]
+
   # -- JetStream's contract ----------------------------------------------------
 
-  def load_params(self, params: Any) -> Any:
-    return params
+  def load_params(self, params: Any = None) -> Any:
+    """Those given, or those that the engine has been resumed with."""
+    return self.params if params is None else params
 
   def init_decode_state(self) -> DecodeState:
-    return self._programs.init()
+    """With a pool in which every slot has all its pages."""
+    return self._programs.init(
+      1 + self.spec.num_slots * self.spec.pages_per_row
+    )
+
+  def _pages_of(self, slot: int) -> range:
+    num = self.spec.pages_per_row
+    return range(1 + slot * num, 1 + (slot + 1) * num)
 
   def prefill(
     self,
@@ -452,38 +814,68 @@ class PolicyEngine(jetstream_compat.Engine):
     padded_tokens: Any,
     true_length: int,
   ) -> Prefix:
-    """One prompt (or its continuation) in row 0 of a Prefix."""
-    rows = self.spec.prefill_rows
-    tokens = np.zeros([rows, len(padded_tokens)], np.int32)
-    tokens[0] = np.asarray(padded_tokens)
-    lengths = np.ones([rows], np.int32)
-    lengths[0] = true_length
-    return self._programs.prefill(params, tokens, lengths, existing_prefix)
+    """One prompt, or its continuation."""
+    pages = self._pages_of(0)
+    if existing_prefix is None:
+      start, source = 0, 0
+      cache = self._programs.init(len(pages) + 1).cache
+    else:
+      start = int(existing_prefix.length)
+      source = pages[(start - 1) // self.spec.page_size]
+      cache = jax.tree.map(jnp.copy, existing_prefix.cache)
+    padded = np.asarray(padded_tokens)
+    # JetStream cuts the head off a prompt that is too long, not its length.
+    tokens = padded[:true_length]
+    chunk = Chunk(tokens, start, pages, source)
+    cache, hidden = self._prefill(params, cache, [chunk], len(padded))
+    return Prefix(cache, hidden, np.int32(start + len(tokens)))
 
   def insert(
     self, prefix: Prefix, decode_state: DecodeState, slot: int
   ) -> DecodeState:
-    """Row 0 into a slot, at temperature 1, up to the end of the cache."""
-    num = self.spec.num_slots
-    requests = Requests(
-      seed=np.tile(np.array([[0, slot, 0]], np.int32), (num, 1)),
-      limit=np.full([num], self.spec.max_length, np.int32),
-      temperature=np.ones([num], np.float32),
-      top_k=np.zeros([num], np.int32),
-      top_p=np.ones([num], np.float32),
+    """Into a slot, by `default_sampling`, up to the end of the cache."""
+    state = self._programs.write(
+      decode_state,
+      slot,
+      np.array(self._pages_of(slot), np.int32),
+      jax.tree.map(lambda leaf: leaf[1:], prefix.cache),
+      jax.tree.map(lambda rows: rows[slot], decode_state.slots),
     )
-    slots = np.full([num], slot, np.int32)
-    return self._programs.insert(
-      prefix, decode_state, np.zeros_like(slots), slots, 1, self.key, requests
+    limit = self.spec.max_length - int(prefix.length)
+    ask = self.default_sampling
+    requests = Requests(
+      seed=np.array([[0, slot, 0]], np.int32),
+      limit=np.array([limit], np.int32),
+      min_tokens=np.zeros([1], np.int32),
+      temperature=np.array([ask.temperature], np.float32),
+      top_k=np.array([ask.top_k], np.int32),
+      top_p=np.array([ask.top_p], np.float32),
+      stops=np.full([1, MAX_STOPS], -1, np.int32),
+    )
+    return self._insert(
+      state,
+      prefix.hidden,
+      [0],
+      [slot],
+      [(0, 0)],
+      [int(prefix.length)],
+      requests,
     )
 
   def generate(
     self, params: Any, decode_state: DecodeState
   ) -> tuple[DecodeState, jetstream_compat.ResultTokens]:
     """One token in every slot, as JetStream's packed [S, 3] array."""
-    live = np.ones([self.spec.num_slots], bool)
-    state, out = self._programs.generate(params, decode_state, live, 1, False)
-    columns = (out.tokens[0], out.valid[0].astype(jnp.int32), state.generated)
+    num = self.spec.num_slots
+    tables = [self._pages_of(slot) for slot in range(num)]
+    state, out = self._run(
+      params, decode_state, tables, np.ones([num], bool), 1, False
+    )
+    columns = (
+      out.tokens[0],
+      out.valid[0].astype(jnp.int32),
+      state.slots.generated,
+    )
     result = jetstream_compat.ResultTokens(
       data=jnp.stack(columns, axis=1),
       tokens_idx=(0, 1),
@@ -522,3 +914,24 @@ class PolicyEngine(jetstream_compat.Engine):
   @property
   def colocated_cpus(self) -> None:
     return None
+
+
+def _first_pages(spec: Spec) -> int:
+  """All of a pool that is small, or that a kernel was compiled for; of a large
+  one an eighth, and it grows."""
+  cache = jax.eval_shape(functools.partial(_pool, spec, 1))
+  page = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+  if spec.fused or page * spec.max_pages <= _SMALL_POOL:
+    return spec.max_pages
+  return max(_SMALL_POOL // page, spec.max_pages // 8, spec.pages_per_row + 1)
+
+
+_SMALL_POOL = 64 << 20  # bytes
+
+
+def _rectangle(tables: Sequence[Sequence[int]], width: int) -> np.ndarray:
+  """[S, width], filled with 0."""
+  out = np.zeros([len(tables), width], np.int32)
+  for i, pages in enumerate(tables):
+    out[i, : len(pages)] = pages
+  return out

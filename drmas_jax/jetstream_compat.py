@@ -4,18 +4,24 @@
   TensorFlow (13 s, 0.6 GB). Two light stand-ins take their place while
   jetstream is imported, unless seqio is there already, and are removed after.
 * `jetstream.core.orchestrator` sets the root logger to DEBUG with a handler on
-  stdout; and its `delete_pytree` calls `jax.tree_map`, which is gone: in a
-  driver thread that exception kills the process.
+  stdout. An exception in one of its driver's threads kills the process, and
+  three come of nothing wrong: `delete_pytree` calls `jax.tree_map`, which is
+  gone; the generate thread asserts that a slot is in use, but the last one may
+  come free while it looks for another to fill; `pad_tokens` takes a list of
+  tokens, which it is given with a session, for an array.
 """
 
 import contextlib
+import functools
 import importlib
 import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
+import numpy as np
 
 
 @contextlib.contextmanager
@@ -53,6 +59,31 @@ def _delete_pytree(tree) -> None:
       leaf.delete()
 
 
+def _start_again(generate: Callable[..., None]) -> Callable[..., None]:
+  """A generate thread with no slot in use has nothing to lose."""
+
+  @functools.wraps(generate)
+  def thread(driver, idx):
+    while driver.live:
+      try:
+        return generate(driver, idx)
+      except AssertionError as error:
+        if "some requests inserted" not in str(error):
+          raise
+
+  return thread
+
+
+def _pad_tokens(tokens: Any, bos_id: int, pad_id: int, **kwargs) -> Any:
+  """token_utils.pad_tokens of a list too; where there is nothing, a begin."""
+  kwargs["is_bos"] = kwargs.get("is_bos", True) or not len(tokens)
+  return _given_array(np.asarray(tokens, np.int32), bos_id, pad_id, **kwargs)
+
+
+_given_array = token_utils.pad_tokens
+
+
+@functools.cache
 def orchestrator() -> types.ModuleType:
   """JetStream's own Driver, mended; to serve finished policies with."""
   root = logging.getLogger()
@@ -62,4 +93,6 @@ def orchestrator() -> types.ModuleType:
   root.setLevel(level)
   root.handlers[:] = handlers
   module.delete_pytree = _delete_pytree
+  module.Driver._generate_thread = _start_again(module.Driver._generate_thread)
+  token_utils.pad_tokens = _pad_tokens
   return module

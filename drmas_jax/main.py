@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
   return parser
 
 
-def _overrides(extra: Sequence[str]) -> list[str]:
+def overrides(extra: Sequence[str]) -> list[str]:
   """`--config.a.b=v` and `--config.a.b v` as `a.b=v`."""
   found, rest = [], list(extra)
   while rest:
@@ -100,7 +100,7 @@ def _default_workdir(config: str, mode: str) -> str:
   return f"runs/{pathlib.Path(config).stem}{suffix}"
 
 
-def _environment() -> None:
+def set_environment() -> None:
   """What jax reads when it loads; a user's own settings stand.
 
   Compiled programs are kept in the user's cache folder. GPU kernels are asked
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Returns the exit code."""
   args, extra = _parser().parse_known_args(argv)
   try:
-    config = config_lib.read(args.config, _overrides(extra), args.mode)
+    config = config_lib.read(args.config, overrides(extra), args.mode)
     _check_mode(args)
     workdir = args.workdir or _default_workdir(args.config, args.mode)
     if "://" in workdir:
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"--workdir={workdir}: not a folder; name one that all processes see, "
         "such as a mounted bucket or NFS"
       )
-    _environment()
+    set_environment()
     # Heavy from here on: --help and a wrong config never get this far.
     from drmas_jax import coordinator
 

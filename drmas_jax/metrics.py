@@ -209,14 +209,40 @@ def update(
   return _floats(found)
 
 
+def sampling(before: Any, after: Any, policy: str) -> dict[str, float]:
+  """What a policy's sampler did between two readings of its counts.
+
+  `prefix_hit_rate` is the share of prompt tokens that were in the cache,
+  `slot_occupancy` that of decode steps in which a slot had a sequence.
+
+  Args:
+    before: a `prefixes.Counts`.
+    after: the same, later.
+    policy: its name.
+  """
+  names = ("prompt_tokens", "prefilled_tokens", "slot_steps", "busy_steps")
+  names += ("parked", "spilled")
+  spent = {n: getattr(after, n) - getattr(before, n) for n in names}
+  busy = spent.pop("busy_steps")
+  found = {f"{name}/{policy}": value for name, value in spent.items()}
+  if spent["prompt_tokens"]:
+    missed = spent["prefilled_tokens"] / spent["prompt_tokens"]
+    found[f"prefix_hit_rate/{policy}"] = 1 - missed
+  if spent["slot_steps"]:
+    found[f"slot_occupancy/{policy}"] = busy / spent["slot_steps"]
+  return _floats(found)
+
+
 _SUMMED = (
   *("turns", "tokens", "turn_faults", "episodes", "wall_clock_faults"),
   *("kappa_groups", "singleton_groups", "zero_variance_groups", "rollout"),
   *("groups_in", "prompt_cut", "chat_splits"),
+  *("prompt_tokens", "prefilled_tokens", "slot_steps", "parked", "spilled"),
 )
 _MEAN_OVER = {
   **{"kappa": "kappa_groups", "mu": "groups_in", "sigma": "groups_in"},
   **{"reward": "episodes_in", "part": "episodes_in", "entropy": "tokens"},
+  **{"prefix": "prompt_tokens", "slot": "slot_steps"},
 }  # what an agent's mean is over, where that is not its turns
 
 

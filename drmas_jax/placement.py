@@ -4,11 +4,13 @@
 bytes), so that what cannot run is refused before any device work, and then
 names the devices. A strategy is one function of the table `STRATEGIES`.
 
-    policy    devices of every host        train mesh        rollout mesh
-    solver    0 1 2 3                      over all hosts    this host's
-    verifier  4 5 6 7                      over all hosts    this host's
+    policy    devices of every host     train mesh        rollout meshes
+    solver    0 1 2 3                   over all hosts    this host's 0 1, 2 3
+    verifier  4 5 6 7                   over all hosts    this host's 4 5, 6 7
 
-An engine is one host's: hosts generate independently and train together.
+An engine is one host's: hosts generate independently and train together. A
+policy may have several engines on a host, each on a mesh of its own, whose
+devices split weights and kv heads and not slots.
 """
 
 import dataclasses
@@ -41,24 +43,25 @@ class Layout:
   """A slice in numbers.
 
   Attributes:
-    train, rollout: local devices (0 is a host's first) for either duty, the
-      same on every host.
+    train: local devices (0 is a host's first) of the learner, the same on every
+      host.
+    rollout: local devices of each of a host's engines.
     train_shape: of the mesh over all hosts' `train` devices.
-    rollout_shape: of the mesh over one host's `rollout` devices.
+    rollout_shape: of the mesh of one engine, where data is 1.
   """
 
   train: tuple[int, ...]
-  rollout: tuple[int, ...]
+  rollout: tuple[tuple[int, ...], ...]
   train_shape: Shape
   rollout_shape: Shape
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-  """The devices of one backbone: its learner's, and this host's engine's."""
+  """The devices of one backbone: its learner's, and this host's engines'."""
 
   train_mesh: Mesh
-  rollout_mesh: Mesh
+  rollout_meshes: tuple[Mesh, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +107,10 @@ def plan(
   slices = {
     name: Slice(
       _mesh([row[i] for row in grid for i in layout.train], layout.train_shape),
-      _mesh([here[i] for i in layout.rollout], layout.rollout_shape),
+      tuple(
+        _mesh([here[i] for i in local], layout.rollout_shape)
+        for local in layout.rollout
+      ),
     )
     for name, layout in layouts.items()
   }
@@ -226,12 +232,10 @@ def _layout(
       f"stay on theirs; allowed are divisors of the {cut} training devices "
       f"that {name!r} has on a host"
     )
-  return Layout(
-    train,
-    rollout,
-    wide,
-    _shape("rollout_mesh", placement.rollout_mesh, name, len(rollout)),
-  )
+  num, *own = _shape("rollout_mesh", placement.rollout_mesh, name, len(rollout))
+  each = len(rollout) // num
+  engines = tuple(rollout[i * each : (i + 1) * each] for i in range(num))
+  return Layout(train, engines, wide, (1, *own))
 
 
 def _shape(key: str, mesh: config_lib.Mesh, name: str, num: int) -> Shape:
@@ -258,23 +262,29 @@ def _shape(key: str, mesh: config_lib.Mesh, name: str, num: int) -> Shape:
 def _check_rows(
   name: str, policy: config_lib.Policy, layout: Layout
 ) -> list[str]:
-  """Rows and slots must divide among the devices that hold them."""
-  faults = []
-  for key, num, shape in (
-    ("micro_batch", policy.micro_batch, layout.train_shape),
-    ("engine.num_slots", policy.engine.num_slots, layout.rollout_shape),
-    ("engine.prefill_rows", policy.engine.prefill_rows, layout.rollout_shape),
-  ):
-    ways = shape[0] * shape[1]
-    if policy.frozen and key == "micro_batch":
-      continue
-    if num % ways:
-      faults.append(
-        f"policies.{name}.{key}: {num} rows cannot be laid on a mesh of "
-        f"data={shape[0]} x fsdp={shape[1]}; allowed are multiples of {ways}; "
-        f"set it to {ways * -(-num // ways)}, or use fewer devices"
-      )
-  return faults
+  """The rows of a micro-batch must divide among the devices that hold them."""
+  num, shape = policy.micro_batch, layout.train_shape
+  ways = shape[0] * shape[1]
+  if policy.frozen or num % ways == 0:
+    return []
+  return [
+    f"policies.{name}.micro_batch: {num} rows cannot be laid on a mesh of "
+    f"data={shape[0]} x fsdp={shape[1]}; allowed are multiples of {ways}; "
+    f"set it to {ways * -(-num // ways)}, or use fewer devices"
+  ]
+
+
+def pool(sizes: config_lib.Engine) -> tuple[int, int]:
+  """(most pages of an engine's cache, tokens of a page).
+
+  Page 0 is nobody's, and a sequence that goes on from the middle of a page and
+  forks within another holds these two beside its own.
+  """
+  size = sizes.page_size or (128 if jax.default_backend() == "tpu" else 64)
+  num = sizes.num_slots * -(-sizes.max_length // size)
+  if sizes.cache_tokens:
+    num = -(-sizes.cache_tokens // size)
+  return 3 + num, size
 
 
 # -- bytes ---------------------------------------------------------------------
@@ -289,7 +299,8 @@ class Bytes:
     update: the gradient's sum and one micro-batch's gradient, in float32, and
       the activations of that micro-batch.
     score: activations of scoring a micro-batch again; 0 if it never does.
-    engine: weights, cache and prefill of the engine.
+    engine: of one engine: weights, cache at its largest, twice where decoding
+      works on a copy, and the activations of a prefill.
   """
 
   state: int
@@ -304,35 +315,49 @@ def measure(
   """Exact for arrays, by the very shapes and axes that lay them out;
   activations are estimated."""
   train = AbstractMesh(layout.train_shape, sharding.AXES)
-  rollout = AbstractMesh(layout.rollout_shape, sharding.AXES)
   shapes, axes = transformer.param_shapes(model), transformer.param_axes(model)
   params = tree_bytes(shapes, axes, train, np.float32)
   length = max((*policy.row_buckets, policy.engine.max_length))
   rows = policy.micro_batch // math.prod(layout.train_shape[:2])
   run = functools.partial(activation_bytes, model, rows, length, train.shape)
   scores = not policy.frozen and policy.old_logprobs == "learner"
-  sizes, dtype = policy.engine, policy.rollout_dtype
-  cache = functools.partial(transformer.init_cache, model, dtype=dtype)
-  # The prompts of one prefill have a cache of their own until inserted.
-  cached = sum(
-    tree_bytes(
-      jax.eval_shape(functools.partial(cache, num, sizes.max_length)),
-      transformer.cache_axes(model),
-      rollout,
-    )
-    for num in (sizes.num_slots, sizes.prefill_rows)
-  )
-  wave = sizes.prefill_rows // math.prod(layout.rollout_shape[:2])
   return Bytes(
     state=params if policy.frozen else 3 * params,
     update=0
     if policy.frozen
     else 2 * params + run(policy.compute_dtype, policy.remat, grad=True),
     score=run(policy.compute_dtype, policy.remat) if scores else 0,
-    engine=tree_bytes(shapes, axes, rollout, dtype)
-    + cached
-    + activation_bytes(model, wave, sizes.max_length, rollout.shape, dtype),
+    engine=_engine_bytes(policy, model, layout),
   )
+
+
+def _engine_bytes(
+  policy: config_lib.Policy, model: DecoderConfig, layout: Layout
+) -> int:
+  mesh = AbstractMesh(layout.rollout_shape, sharding.AXES)
+  sizes, dtype = policy.engine, policy.rollout_dtype
+  weights = tree_bytes(
+    transformer.param_shapes(model), transformer.param_axes(model), mesh, dtype
+  )
+  _, page_size = pool(sizes)
+  copies = 1 if transformer.fused(model, page_size, None) else 2
+  longest = (sizes.prefill_buckets or (sizes.max_length,))[-1]
+  prefill = activation_bytes(
+    *(model, sizes.prefill_rows, longest, mesh.shape, dtype), page=page_size
+  )
+  return weights + copies * cache_bytes(policy, model, mesh) + prefill
+
+
+def cache_bytes(
+  policy: config_lib.Policy, model: DecoderConfig, mesh: Any
+) -> int:
+  """Of an engine's cache at its largest, on each device of its mesh."""
+  dtype = jnp.dtype(policy.engine.cache_dtype or policy.rollout_dtype)
+  init = functools.partial(
+    transformer.init_cache, model, *pool(policy.engine), dtype
+  )
+  axes = transformer.cache_axes(model, dtype)
+  return tree_bytes(jax.eval_shape(init), axes, mesh)
 
 
 def tree_bytes(shapes: Any, axes: Any, mesh: Any, dtype: Any = None) -> int:
@@ -362,17 +387,19 @@ def activation_bytes(
   remat: bool = False,
   *,
   grad: bool = False,
+  page: int = 0,
 ) -> int:
   """An estimate of the temporary bytes of a forward (and backward) pass.
 
   Of a layer: the residual stream and its norms (4 D a token), q, k, v before
   and after their rotation, the MLP's four products, and the attention scores
-  and weights [H, T, T] in float32, which this decoder forms. A backward pass
-  keeps that of every layer, or with `remat` the stream alone. The head adds the
-  logits of one chunk (64 MB), or of all tokens of a small vocabulary. Beside
-  XLA's own plan for a float32 update of 8 layers, d = 256, without remat on
-  CPU: 564 of 581 MB. With remat or bfloat16 it is too low there by up to 2.7
-  times, because XLA's CPU code saves little by either.
+  and weights [H, T, T] in float32, which this decoder forms. (An engine's
+  prefill attends page by page: [H, T, page], and a sum so far [H, T, C].) A
+  backward pass keeps that of every layer, or with `remat` the stream alone. The
+  head adds the logits of one chunk (64 MB), or of all tokens of a small
+  vocabulary. Beside XLA's own plan for a float32 update of 8 layers, d = 256,
+  without remat on CPU: 564 of 581 MB. With remat or bfloat16 it is too low
+  there by up to 2.7 times, because XLA's CPU code saves little by either.
 
   Args:
     model: sizes.
@@ -382,12 +409,14 @@ def activation_bytes(
     dtype: of activations.
     remat: layers are run again in the backward pass.
     grad: there is a backward pass.
+    page: tokens that attention looks at at a time; 0: all.
   """
   tokens, item = rows * length, jnp.dtype(dtype).itemsize
   stream = tokens * model.embed_dim * item
   heads = model.num_heads + 2 * model.num_kv_heads
   inner = tokens * (2 * heads * model.head_dim + 4 * model.mlp_dim) * item
-  scores = 2 * 4 * rows * model.num_heads * length**2
+  seen = page + model.head_dim if page else length
+  scores = 2 * 4 * tokens * model.num_heads * seen
   layer = 4 * stream + (inner + scores) // mesh["tensor"]
   logits = min(4 * tokens * model.vocab_size, 64 << 20)
   if not grad:
@@ -403,15 +432,17 @@ def memory(
 ) -> dict[str, tuple[int, ...]]:
   """{phase: bytes by local device}, the same on every host.
 
-  rollout: training state and all engines, which work at the same time.
+  rollout: training state and all engines, which work at the same time; of a
+    policy's engines every device has a part of one.
   score, update: engines are released; backbones on one device take turns, so
     the largest counts, and every training state stays.
   """
-  num = 1 + max(max((*x.train, *x.rollout)) for x in layouts.values())
+  used = [i for x in layouts.values() for i in (*x.train, *sum(x.rollout, ()))]
+  num = 1 + max(used)
   state, engines, score, update = (np.zeros(num, np.int64) for _ in range(4))
   for name, layout in layouts.items():
     size = measure(config.policies[name], models[name], layout)
-    train, rollout = list(layout.train), list(layout.rollout)
+    train, rollout = list(layout.train), list(sum(layout.rollout, ()))
     state[train] += size.state
     engines[rollout] += size.engine
     score[train] = np.maximum(score[train], size.score)
@@ -472,8 +503,9 @@ def check_fits(
 
 
 _OTHER_FIX = (
-  "no strategy fits; use more devices, a smaller micro_batch, engine.num_slots "
-  "or engine.max_length, remat=True, or rollout_dtype='bfloat16'"
+  "no strategy fits; use more devices, a smaller micro_batch or engine "
+  "(num_slots, cache_tokens, max_length), remat=True, or "
+  "rollout_dtype='bfloat16'"
 )
 
 
@@ -505,17 +537,17 @@ def describe(plan: Plan) -> str:
 
 def sync(
   params: Any,
-  shardings: Any,
+  targets: Sequence[Any],
   dtype: Any,
   layout: Callable[[Any], Any] | None = None,
-) -> Any:
-  """Train slice -> rollout slice.
+) -> list[Any]:
+  """Train slice -> rollout slice: a whole copy for each of this host's engines.
 
-  On the same devices one jitted program casts and lays out. To other devices
-  of the process, the cast arrays are copied. Over several hosts, the global
-  program gives each host a whole copy over its own devices, whose shards then
-  become local arrays; nothing goes through the host's memory, and all hosts
-  must enter it.
+  On the same devices one program casts, lays out and gives every engine, of
+  this host and the others, its copy; their shards then become local arrays. To
+  other devices the cast arrays are copied, from this host's own devices.
+  Nothing goes from host to host through their memories, and all hosts must
+  enter it.
 
   The result never shares a buffer with `params`, also where neither dtype nor
   layout changes: the next train step donates its buffers, and an engine that
@@ -523,30 +555,30 @@ def sync(
 
   Args:
     params: on the train mesh.
-    shardings: tree of NamedSharding on this host's rollout mesh, in the form
-      that `layout` returns.
+    targets: of each engine, in the order of their devices, a tree of
+      NamedSharding on its mesh, in the form that `layout` returns. They differ
+      in nothing but their devices.
     dtype: of the result.
     layout: applied within the program, such as `transformer.unstack`.
   """
-  leaves, tree = jax.tree.flatten(shardings)
-  source, target = jax.tree.leaves(params)[0].sharding, leaves[0]
+  leaves, tree = jax.tree.flatten(targets[0])
+  source = jax.tree.leaves(params)[0].sharding
   cast = functools.partial(_program, dtype, layout)
-  if source.is_fully_addressable:
-    if source.device_set == target.device_set:
-      return cast(tuple(leaves), tree)(params)
-    return jax.device_put(cast(None, None)(params), shardings)
-  if target.device_set < source.device_set:
-    stage = leaves
-  else:
+  used = set().union(*(jax.tree.leaves(t)[0].device_set for t in targets))
+  aside = not used <= source.device_set
+  if aside and source.is_fully_addressable:
+    moved = cast(None, None)(params)
+    return [jax.device_put(moved, target) for target in targets]
+  if aside:
     shapes = jax.eval_shape(layout or (lambda x: x), params)
-    stage = _spread(jax.tree.leaves(shapes), source.mesh)
-  whole = tuple(
-    NamedSharding(_over_hosts(source.mesh, s.mesh), s.spec) for s in stage
-  )
+    leaves = _spread(jax.tree.leaves(shapes), source.mesh)
+  everywhere = tuple(_for_all(source.mesh, s) for s in leaves)
   with hosts.together("sync"):
-    everywhere = jax.tree.leaves(cast(whole, tree)(params))
-  local = map(_local, everywhere, stage)
-  return jax.device_put(jax.tree.unflatten(tree, local), shardings)
+    copies = cast(everywhere, tree)(params)
+  if aside:
+    moved = jax.tree.map(_local, copies, jax.tree.unflatten(tree, leaves))
+    return [jax.device_put(moved, target) for target in targets]
+  return [jax.tree.map(_local, copies, target) for target in targets]
 
 
 def checksum(params: Any) -> str:
@@ -576,10 +608,14 @@ def _word_sums(leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 def _local(x: jax.Array, where: NamedSharding) -> jax.Array:
-  """This host's whole copy out of an array that every host has one of."""
-  return jax.make_array_from_single_device_arrays(
-    x.shape, where, [shard.data for shard in x.addressable_shards]
-  )
+  """One copy out of an array that all groups of devices have one of: that on
+  the devices of `where`."""
+  shards = [
+    shard.data
+    for shard in x.addressable_shards
+    if shard.device in where.device_set
+  ]
+  return jax.make_array_from_single_device_arrays(x.shape, where, shards)
 
 
 @functools.cache
@@ -611,11 +647,13 @@ def _spread(shapes: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
   return specs
 
 
-def _over_hosts(mesh: Mesh, local: Mesh) -> Mesh:
-  """`mesh` with every host's devices in the form of `local`, one after the
-  other along an axis "host" that no dim is laid on."""
-  devices = mesh.devices.reshape(-1, *local.devices.shape)
-  return Mesh(devices, ("host", *local.axis_names))
+def _for_all(mesh: Mesh, local: NamedSharding) -> NamedSharding:
+  """A copy laid out as `local` for every group of as many devices of `mesh`:
+  groups lie along an axis "copy" that no dim is laid on."""
+  shape = local.mesh.devices.shape
+  devices = mesh.devices.reshape(-1, *shape)
+  over = Mesh(devices, ("copy", *local.mesh.axis_names))
+  return NamedSharding(over, local.spec)
 
 
 def global_batch(rows: Any, mesh: Mesh, leading: int = 1) -> Any:

@@ -15,6 +15,7 @@ encoded afresh and its next turn is a row of its own (rule 8).
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,12 +23,13 @@ import numpy as np
 
 from drmas_jax import config as config_lib
 from drmas_jax.agents.agent import Foreign, Message
-from drmas_jax.tokenizer import Tokenizer
+from drmas_jax.tokenizer import Tokenizer, common_length
 from drmas_jax.types import Fault
 
 _GAP = " ... "  # in place of what was cut
 _LEAST = 32  # tokens that stay of a part of age 0
 _THINK = "<think>"
+_LEAST_HEAD = 32  # tokens that are worth a prefill of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Prompt:
     split: it should have continued one, and could not.
     cut: something had to go.
     fault: it does not fit, whatever may go; `ids` are then too many.
+    head: so many of `ids` stand before the last message's content, where a chat
+      begins: a template has them in common for all tasks. 0 if they are few.
   """
 
   messages: tuple[dict[str, str], ...]
@@ -52,6 +56,7 @@ class Prompt:
   split: bool = False
   cut: bool = False
   fault: Fault | None = None
+  head: int = 0
 
   @property
   def opened(self) -> str:
@@ -100,8 +105,17 @@ class Chat:
     elif over > 0:
       shorter = None if cut == "error" else self._shorten(messages, over, limit)
       prompt = shorter or _too_long(prompt, limit)
+    if not self.begun:
+      prompt = dataclasses.replace(prompt, head=self._head(prompt))
     self._prompt, self._answer = prompt, None
     return prompt
+
+  def _head(self, prompt: Prompt) -> int:
+    *before, last = (tuple(m.items()) for m in prompt.messages)
+    emptied = tuple((k, v) for k, v in last if k != "content")
+    opening = _opening(self._tokenizer, (*before, emptied))
+    head = min(common_length(opening, prompt.ids), len(prompt.ids) - 1)
+    return head if head >= _LEAST_HEAD else 0
 
   def hear(self, turn: int, ids: np.ndarray, text: str) -> None:
     """Takes the completion of the prompt made last.
@@ -158,6 +172,24 @@ class Chat:
       prompt = self._encode(_with_foreign(messages, shown))
       over = len(prompt.ids) - limit
     return dataclasses.replace(prompt, cut=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _opening(
+  tokenizer: Tokenizer, messages: tuple[tuple[tuple[str, str], ...], ...]
+) -> np.ndarray:
+  """Ids of messages up to the content of the last, whatever that is.
+
+  Messages are pairs of keys and values; the last has no content.
+  """
+  *before, last = map(dict, messages)
+  some, other = (
+    tokenizer.encode_rendered(
+      tokenizer.render([*before, {**last, "content": content}])
+    )
+    for content in ("", "?")
+  )
+  return some[: common_length(some, other)]
 
 
 def _parts(message: Message) -> list[str]:

@@ -128,9 +128,17 @@ class _Asked(NamedTuple):
 class _Play:
   """An episode under way."""
 
-  def __init__(self, episode: Episode, root: _Strand):
+  def __init__(
+    self,
+    episode: Episode,
+    root: _Strand,
+    sampling: config_lib.Sampling | None,
+    seed: int,
+  ):
     self.episode = episode
     self.root = root
+    self.sampling = sampling
+    self.seed = seed
     self.waiting: dict[int, _Asked] = {}
     self.paths: dict[int, tuple[int, ...]] = {}  # of turns, by their numbers
     self.chats: dict[tuple[str, str], prompts.Chat] = {}  # by agent and name
@@ -151,6 +159,24 @@ class _Play:
     self.paths[number] = path
     return number
 
+  def before(self, turn: int, policy: str) -> list[int]:
+    """Turns of a policy that have ended whenever this one is asked for.
+
+    By their numbers, in the order of their paths. Those that run at the same
+    time may have ended, too, or not: they do not count (rule 26).
+    """
+    path = self.paths[turn]
+    return sorted(
+      (
+        t.index
+        for t in self.episode.turns
+        if t.policy == policy
+        and t.fault is None
+        and _precedes(self.paths[t.index], path)
+      ),
+      key=self.paths.__getitem__,
+    )
+
   def settle(self) -> None:
     """Puts the turns in the order of their paths, and numbers them so."""
     turns = sorted(self.episode.turns, key=lambda t: self.paths[t.index])
@@ -161,6 +187,19 @@ class _Play:
       )
       for place, turn in enumerate(turns)
     ]
+
+
+def _precedes(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+  """Whether the turn of a path is asked for because another one has ended.
+
+  Paths are numbers of requests and, between these, places in a gather. What a
+  strand asks for comes behind all that it asked for before, children of a
+  gather among it; children of one gather do not wait for each other.
+  """
+  for i, (left, right) in enumerate(zip(one, other, strict=False)):
+    if left != right:
+      return i % 2 == 0 and left < right
+  return False
 
 
 class _Io:
@@ -251,7 +290,7 @@ class Rollout:
       )
       for task in tasks
     ]
-    return _Collection(self, groups, sampling, finished).run()
+    return Episodes(self, finished).collect(groups, sampling)
 
   def decode(self, policy: str, ids: np.ndarray) -> str:
     """Text of a turn's ids, control tokens kept."""
@@ -269,47 +308,103 @@ class Rollout:
       self._io = None
 
 
-class _Collection:
-  """The state of one `collect`."""
+class Episodes:
+  """Episodes under way.
 
-  def __init__(self, rollout: Rollout, groups: list[Group], sampling, finished):
+  `collect` plays groups to their end. A loop that serves others too adds groups
+  as they come, hands over the completions that are theirs, and drops them.
+  """
+
+  def __init__(
+    self,
+    rollout: Rollout,
+    finished: Callable[[Episode], None] | None = None,
+    scored: bool = True,
+  ):
+    """`finished` is as in `Rollout.collect`; if not `scored`, the environment
+    is not asked, and an episode is over when its orchestra has returned."""
     self.rollout = rollout
     self.team = rollout.team
     self.samplers = rollout.samplers
-    self.groups = groups
-    self.sampling = sampling
     self.finished = finished
+    self.scored = scored
     # Awaitables in the I/O thread: their plays, and when to give them up.
     self.scoring: dict[int, tuple[list[_Play], float]] = {}
     self.numbers = itertools.count()
     self.plays: dict[tuple[int, int], _Play] = {}
-    self.group_of = {g.task.position: g for g in groups}
-    policies = rollout.config.policies.values()
-    self.room = 2 * sum(p.engine.num_slots for p in policies)
+    self.groups: dict[int, Group] = {}  # by position
     self.under_way = 0  # begun, and the orchestra has not returned
     self.missing = 0  # not done
 
-  def run(self) -> list[Group]:
-    for group in self.groups:
-      for episode in group.episodes:
-        root = _Strand(self.team.start(group.task))
-        play = _Play(episode, root)
-        self.plays[play.key] = play
-    self.missing = len(self.plays)
-    coming = iter(list(self.plays.values()))
+  def collect(
+    self, groups: list[Group], sampling: config_lib.Sampling | None
+  ) -> list[Group]:
+    """Plays groups, and returns them."""
+    engines = [s.engine for s in self.samplers.values()]
+    room = 2 * sum(e.max_concurrent_decodes for e in engines)
+    coming = iter([p for g in groups for p in self._make(g, sampling)])
     try:
-      self._begin(coming)
+      self._begin(coming, room)
       while self.missing:
         self._round()
-        self._begin(coming)
+        self._begin(coming, room)
     except BaseException:
       self._abandon()
       raise
-    return self.groups
+    return groups
 
-  def _begin(self, coming: Iterator[_Play]) -> None:
+  def add(
+    self,
+    group: Group,
+    sampling: config_lib.Sampling | None,
+    seed: int | None = None,
+  ) -> None:
+    """Begins the episodes of a group, all at once.
+
+    Args:
+      group: of a task whose position is its name among all that are there.
+      sampling: for all agents; None: each agent's own.
+      seed: a task's position, to sample as for that one; None: its own.
+    """
+    plays = self._make(group, sampling, seed)
+    self.under_way += len(plays)
+    for play in plays:
+      if not play.done:
+        self._advance(play, play.root, None)
+
+  def drop(self, position: int) -> None:
+    """Forgets a task's episodes, if any; those not done are given up."""
+    if position not in self.groups:
+      return
+    for sampler in self.samplers.values():
+      sampler.cancel(lambda r: r.id[0] == position)
+    for episode in self.groups.pop(position).episodes:
+      play = self.plays.pop((position, episode.index))
+      if not play.done:
+        self.missing -= 1
+        self.under_way -= not play.played
+        self._give_up(play)
+
+  def _make(
+    self,
+    group: Group,
+    sampling: config_lib.Sampling | None,
+    seed: int | None = None,
+  ) -> list[_Play]:
+    position = group.task.position
+    seed = position if seed is None else seed
+    plays = [
+      _Play(e, _Strand(self.team.start(group.task)), sampling, seed)
+      for e in group.episodes
+    ]
+    self.groups[position] = group
+    self.plays |= {play.key: play for play in plays}
+    self.missing += len(plays)
+    return plays
+
+  def _begin(self, coming: Iterator[_Play], room: int) -> None:
     """Starts what there is room for; more, where it ends without a wait."""
-    while self.under_way < self.room and (play := next(coming, None)):
+    while self.under_way < room and (play := next(coming, None)):
       self.under_way += 1
       self._advance(play, play.root, None)
 
@@ -320,7 +415,7 @@ class _Collection:
       sampler.dispatch()
     completions = [c for s in samplers for c in s.harvest()]
     for completion in sorted(completions, key=lambda c: c.request.id):
-      self._answer(completion)
+      self.answer(completion)
     wait = not any(s.busy for s in samplers)
     self._collect_io(wait)
 
@@ -398,15 +493,20 @@ class _Collection:
     turn = play.number(strand.next_path())
     play.waiting[turn] = _Asked(strand, asked.agent, chat, prompt)
     first = turn == 0  # of all episodes of the group it is the same
+    earlier = play.before(turn, member.config.policy)
     sampler.submit(
       Request(
         id=(*play.key, turn),
+        seed=(play.seed, play.episode.index, turn),
         prompt_ids=prompt.ids,
         max_tokens=member.config.max_tokens,
-        sampling=self.sampling or member.config.sampling,
+        sampling=play.sampling or member.config.sampling,
         closes=_closes_behind(prompt.opened, member.role.closes),
-        shared_by=len(self.group_of[play.key[0]].episodes) if first else 1,
+        shared_by=len(self.groups[play.key[0]].episodes) if first else 1,
         deadline=time.monotonic() + self.rollout.config.rollout.turn_timeout_s,
+        parents=tuple((*play.key, number) for number in earlier),
+        head=prompt.head,
+        kind=asked.agent,
       ),
       prompt.fault,
     )
@@ -433,7 +533,8 @@ class _Collection:
     )
     return chat, prompt
 
-  def _answer(self, completion: Completion) -> None:
+  def answer(self, completion: Completion) -> None:
+    """Goes on with the episode that asked for a completion."""
     position, episode, turn_index = completion.request.id
     play = self.plays[position, episode]
     if play.done:
@@ -484,12 +585,15 @@ class _Collection:
   # -- rewards -----------------------------------------------------------------
 
   def _score(self, play: _Play) -> None:
+    self._forget(play)
     play.settle()
     play.played = True
     self.under_way -= 1
     environment = self.team.environment
     task = play.episode.task
-    if environment.scores_groups:
+    if not self.scored:
+      self._end(play)
+    elif environment.scores_groups:
       self._score_group(task)
     else:
       self._ask([play], lambda: environment.score(task, play.episode))
@@ -498,7 +602,7 @@ class _Collection:
     """Once all episodes of the task are played; those that failed stay out."""
     plays = [
       self.plays[task.position, e.index]
-      for e in self.group_of[task.position].episodes
+      for e in self.groups[task.position].episodes
     ]
     good = [p for p in plays if p.episode.status == "ok"]
     if good and all(p.played or p.done for p in plays):
@@ -542,9 +646,10 @@ class _Collection:
     play.settle()
     for sampler in self.samplers.values():
       sampler.cancel(lambda r: r.id[:2] == play.key)
+    self._forget(play)
     _close(play)
     self._end(play)
-    if self.team.environment.scores_groups:
+    if self.scored and self.team.environment.scores_groups:
       self._score_group(play.episode.task)
 
   def _end(self, play: _Play) -> None:
@@ -555,6 +660,11 @@ class _Collection:
       self.finished(play.episode)
       play.episode.turns = []
 
+  def _forget(self, play: _Play) -> None:
+    """No turn of it follows: what samplers keep of it goes."""
+    for sampler in self.samplers.values():
+      sampler.forget(*play.key)
+
   def _abandon(self) -> None:
     """Frees every slot and coroutine; the groups are given up."""
     for sampler in self.samplers.values():
@@ -562,9 +672,13 @@ class _Collection:
       sampler.harvest()
     for play in self.plays.values():
       if not play.done:
-        play.episode.status = "cancelled"
-        play.done = True
-        _close(play)
+        self._give_up(play)
+
+  def _give_up(self, play: _Play) -> None:
+    self._forget(play)
+    play.episode.status = "cancelled"
+    play.done = True
+    _close(play)
 
 
 def _closes_behind(

@@ -1,26 +1,35 @@
-"""The host side of sampling: a queue and slots over one engine.
+"""The host side of sampling: continuous batching of requests on one engine.
 
     submit    a Request joins the queue
-    dispatch  free slots are filled (`schedule`), then a fused run of steps is
-              started; nothing is waited for
+    dispatch  `scheduler.decide` says who makes room, who goes on and who is
+              admitted; then a fused run of steps is started, and nothing is
+              waited for
     harvest   the run is read; what ended comes back as Completions
 
-A prompt that the G episodes of a group share is prefilled once and inserted G
-times. Which prompts are shared is decided by (task, turn, prompt) alone.
+Pages of the cache are handed out as tokens come. A request goes on from what
+the cache has of its prompt: an earlier turn of its episode, the head of its
+template, the prompt that the episodes of a group share (`prefixes`). Tokens
+depend on the request and the weights, and on nothing else: not on arrival,
+slots, steps in a run or the size of the pool.
 """
 
-import collections
 import dataclasses
+import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from drmas_jax import engine as engine_lib
+from drmas_jax import scheduler
 from drmas_jax.config import Sampling
+from drmas_jax.pages import needed
+from drmas_jax.prefixes import Counts, Prefixes, Prompt, Row, Source, TurnId
 from drmas_jax.tokenizer import Growing, Tokenizer
 from drmas_jax.types import Fault, StopReason
+
+__all__ = ["Completion", "Counts", "Request", "Sampler"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,34 +37,46 @@ class Request:
   """One completion to be sampled.
 
   Attributes:
-    id: (task position, episode, turn); it seeds the sampling and is its name.
+    id: (task position, episode, turn): its name, among all that are in flight
+      or kept.
     prompt_ids: [prompt] int32.
-    max_tokens: limit of the completion.
+    max_tokens: limit of the completion; cut to what max_length leaves.
     sampling: temperature and what is kept.
     closes: where in the decoded text an action block ends, None if nowhere.
     shared_by: number of requests that will come with this very prompt, task
-      and turn; they share one prefill.
+      and turn; they share one prefill, and go on from no parent.
     deadline: on the clock of `time.monotonic`.
+    min_tokens: no stop id is sampled before there are so many. A block that
+      closes ends the completion all the same.
+    stop_ids: that end it beside the tokenizer's, at most engine.MAX_STOPS.
+    parents: earlier turns, kept and of the same episode, that the prompt may go
+      on from.
+    head: so many of its first ids are the template's, and shared by tasks.
+    kind: requests of one kind are expected to come to one length.
+    seed: of the sampling, three numbers; None: the id.
   """
 
-  id: tuple[int, int, int]
+  id: TurnId
   prompt_ids: np.ndarray
   max_tokens: int
   sampling: Sampling
   closes: Callable[[str], int | None] | None
   shared_by: int
   deadline: float
-
-  @property
-  def prefix_key(self) -> tuple:
-    position, episode, turn = self.id
-    own = () if self.shared_by > 1 else (episode,)
-    return (position, turn, *own, self.prompt_ids.tobytes())
+  min_tokens: int = 0
+  stop_ids: tuple[int, ...] | None = None
+  parents: tuple[TurnId, ...] = ()
+  head: int = 0
+  kind: Hashable = None
+  seed: tuple[int, int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """What a request came to; see `types.Turn` for the fields."""
+  """What a request came to; see `types.Turn` for the fields.
+
+  `cached_tokens` of its prompt were not prefilled for it.
+  """
 
   request: Request
   ids: np.ndarray
@@ -65,113 +86,125 @@ class Completion:
   stop_reason: StopReason
   version: int
   fault: Fault | None = None
+  cached_tokens: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Prefill:
-  """One prefill call: requests of distinct prompts, all of one bucket."""
+class _Job(scheduler.Job):
+  """A request in flight: it waits, runs (`slot` is set) or is parked.
 
-  bucket: int
-  requests: tuple[Request, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Actions:
-  """What a scheduling round does: these prefills, then these insertions."""
-
-  prefills: tuple[Prefill, ...]
-  inserts: tuple[tuple[Request, int], ...]
-
-
-def schedule(
-  queue: Sequence[Request],
-  free: Sequence[int],
-  ready: frozenset | set,
-  bucket: Callable[[int], int],
-  rows: int,
-) -> Actions:
-  """Pure: first come, first served; distinct prompts batched by bucket.
-
-  Args:
-    queue: waiting requests in order.
-    free: slots that are free, in order.
-    ready: prefix keys that are on the device already.
-    bucket: padded length of a prompt.
-    rows: prompts per prefill call.
+  Attributes:
+    request: what is asked.
+    source: what it goes on from.
+    slot: that it runs in, or None.
+    pages: of its sequence while it runs.
+    length: tokens of its sequence; it ends at `end` at the latest.
+    num: tokens sampled.
+    ids, logprobs, log_kept_mass: [limit], of which `num` are there.
+    read: the text of the ids.
+    cached_tokens: see `Completion`.
+    copy: of its pages and its slot, while it is parked.
   """
-  admitted = list(queue[: len(free)])
-  new: dict[tuple, Request] = {}
-  for request in admitted:
-    if request.prefix_key not in ready:
-      new.setdefault(request.prefix_key, request)
-  by_bucket: dict[int, list[Request]] = collections.defaultdict(list)
-  for request in new.values():
-    by_bucket[bucket(len(request.prompt_ids))].append(request)
-  prefills = tuple(
-    Prefill(size, tuple(requests[i : i + rows]))
-    for size, requests in sorted(by_bucket.items())
-    for i in range(0, len(requests), rows)
-  )
-  return Actions(prefills, tuple(zip(admitted, free, strict=False)))
 
+  def __init__(self, request: Request, limit: int, source: Source):
+    super().__init__(request.kind, limit)
+    self.request, self.source = request, source
+    self.slot: int | None = None
+    self.pages: list[int] = []
+    self.length = len(request.prompt_ids)
+    self.end = self.length + limit
+    self.cached_tokens = self.num = 0
+    self.copy: Any = None
+    position, _, turn = request.id
+    # What the requests of a group have in common; None: it is alone.
+    self.shared_key: Hashable = None
+    if request.shared_by > 1:
+      prompt = request.prompt_ids.tobytes()
+      self.shared_key = position, turn, source.start, prompt
 
-@dataclasses.dataclass
-class _Shared:
-  """A prefilled prompt, kept until all that share it are inserted."""
+  def begin(self, read: Growing) -> None:
+    """It has a slot."""
+    self.read = read
+    self.ids = np.empty([self.limit], np.int32)
+    self.logprobs, self.log_kept_mass = np.empty([2, self.limit], np.float32)
 
-  prefix: engine_lib.Prefix
-  row: int
-  left: int
-
-
-@dataclasses.dataclass
-class _Slot:
-  request: Request
-  read: Growing  # the text of `ids`
-  ids: list[int] = dataclasses.field(default_factory=list)
-  logprobs: list[float] = dataclasses.field(default_factory=list)
-  log_kept_mass: list[float] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class Counts:
-  """What a rollout cost; reset by whoever reads it."""
-
-  prompt_tokens: int = 0
-  prefilled_tokens: int = 0
-  completion_tokens: int = 0
-  steps: int = 0
+  def add(self, ids, logprobs, log_kept_mass) -> None:
+    """[n] each, of a run."""
+    end = self.num + len(ids)
+    self.ids[self.num : end] = ids
+    self.logprobs[self.num : end] = logprobs
+    self.log_kept_mass[self.num : end] = log_kept_mass
+    self.num, self.length = end, self.length + len(ids)
 
 
 class Sampler:
   """Continuous batching of requests on one engine."""
 
   def __init__(self, engine: engine_lib.PolicyEngine, tokenizer: Tokenizer):
+    """Raises ValueError if the engine's pool may be too small for one request.
+
+    Beside its own pages, one that goes on from the middle of a page and forks
+    within another holds these two.
+    """
+    spec = engine.spec
+    least = needed(spec.max_length, spec.page_size) + 3
+    if spec.max_pages < least:
+      raise ValueError(
+        f"max_pages: {spec.max_pages} cannot hold one sequence of max_length="
+        f"{spec.max_length}; allowed are at least {least}; raise "
+        "engine.cache_tokens"
+      )
     self.engine = engine
     self.tokenizer = tokenizer
     self.counts = Counts()
-    self._queue: collections.deque[Request] = collections.deque()
-    self._slots: list[_Slot | None] = [None] * engine.spec.num_slots
-    self._shared: dict[tuple, _Shared] = {}
+    self._prefixes = Prefixes(engine, self.counts)
+    self._queue = scheduler.Queue(spec.num_slots)
+    self._jobs: dict[TurnId, _Job] = {}  # all in flight
+    self._deadlines: list[tuple[float, int, _Job]] = []  # a heap
+    self._slots: list[_Job | None] = [None] * spec.num_slots
+    self._active: list[_Job] = []  # that run, in the order of admission
+    self._parked: list[_Job] = []  # the same
+    self._left: dict[Hashable, int] = {}  # of groups, not admitted yet
+    # Admitted, and still to be prefilled; what goes to slots, and its copies.
+    self._rows: list[Row] = []
+    self._inserts: list[tuple[_Job, Row, tuple[int, int]]] = []
     self._running: engine_lib.Generated | None = None
     self._failed: list[Completion] = []
 
   @property
   def busy(self) -> bool:
-    return bool(
-      self._queue or self._failed or any(s is not None for s in self._slots)
-    )
+    return bool(self._jobs or self._failed)
+
+  @property
+  def num_running(self) -> int:
+    """Requests that have a slot."""
+    return len(self._active)
 
   def resume(self, params: Any, version: int) -> None:
-    """Takes the weights that sample from now on; every prefix is dropped."""
-    if self.busy:
-      raise RuntimeError("resume() while requests are in flight")
-    self._shared.clear()
+    """Takes the weights that sample from now on; all that is kept is dropped.
+
+    Raises:
+      RuntimeError: requests are in flight.
+    """
+    self.release()
     self.engine.resume(params, version)
 
   def release(self) -> None:
-    self._shared.clear()
+    """Drops the weights, the cache, and all that is kept.
+
+    Raises:
+      RuntimeError: requests are in flight.
+    """
+    if self.busy:
+      raise RuntimeError(
+        f"{len(self._jobs)} requests are in flight; harvest or cancel them "
+        "before the weights change"
+      )
+    self._running = None
+    self._prefixes.clear()
+    self._left.clear()
     self.engine.release()
+
+  # -- requests ----------------------------------------------------------------
 
   def submit(self, request: Request, fault: Fault | None = None) -> None:
     """Queues a request; one that cannot be served comes back as a Fault.
@@ -179,39 +212,311 @@ class Sampler:
     Args:
       request: what to sample.
       fault: why it is known already that it cannot be served.
+
+    Raises:
+      ValueError: another request of its id is in flight or kept.
+      RuntimeError: a parent is not kept.
     """
-    spec = self.engine.spec
+    if request.id in self._jobs or request.id in self._prefixes:
+      raise ValueError(
+        f"id: {request.id} is that of a request in flight or kept; allowed is "
+        "each id once; call forget() when its episode is over"
+      )
+    fault = fault or self._check(request)
+    if fault is not None:
+      self._failed.append(self._fail(request, fault))
+      return
+    room = self.engine.spec.max_length - len(request.prompt_ids)
+    limit = min(request.max_tokens, room)
+    job = _Job(request, limit, self._prefixes.choose(request))
+    self._jobs[request.id] = job
+    self._queue.add(job)
+    if request.shared_by > 1:
+      self._left.setdefault(job.shared_key, request.shared_by)
+    self._watch(job)
+
+  def _check(self, request: Request) -> Fault | None:
+    """Why it cannot be served, whenever it came."""
+    spec, ids = self.engine.spec, request.prompt_ids
     room = min(spec.max_length - 1, spec.prefill_buckets[-1])
-    length = len(request.prompt_ids)
-    if fault is None and not 0 < length <= room:
-      fault = Fault(
+    if not 0 < len(ids) <= room:
+      return Fault(
         "prompt",
-        f"prompt of {length} tokens; allowed are 1 to {room}; raise "
+        f"prompt of {len(ids)} tokens; allowed are 1 to {room}; raise "
         "engine.max_length or shorten what agents pass on",
       )
-    if fault is None:
-      self._queue.append(request)
-    else:
-      self._failed.append(self._fail(request, fault))
+    wrong = ids[(ids < 0) | (ids >= spec.vocab_size)]
+    if len(wrong):
+      return Fault(
+        "prompt",
+        f"prompt with the id {wrong[0]}; allowed are 0 to "
+        f"{spec.vocab_size - 1}; encode it with the policy's own tokenizer",
+      )
+    if request.max_tokens < 1:
+      return Fault(
+        "request",
+        f"max_tokens: {request.max_tokens}; allowed is at least 1",
+      )
+    if len(request.stop_ids or ()) > engine_lib.MAX_STOPS:
+      return Fault(
+        "request",
+        f"stop_ids: {len(request.stop_ids)} of them; allowed are at most "
+        f"{engine_lib.MAX_STOPS} beside the tokenizer's",
+      )
+    return None
+
+  def _watch(self, job: _Job) -> None:
+    """Its deadline; those of jobs that are gone are cleared away in time."""
+    if len(self._deadlines) > 2 * len(self._jobs) + 64:
+      self._deadlines = [e for e in self._deadlines if self._in_flight(e[2])]
+      heapq.heapify(self._deadlines)
+    entry = job.request.deadline, job.arrival, job
+    heapq.heappush(self._deadlines, entry)
+
+  def _in_flight(self, job: _Job) -> bool:
+    return self._jobs.get(job.request.id) is job
 
   def cancel(self, wanted: Callable[[Request], bool]) -> None:
-    """Drops requests, waiting or running; nothing comes back for them."""
-    self._queue = collections.deque(r for r in self._queue if not wanted(r))
+    """Drops requests, waiting, running or parked; nothing comes back for them.
+
+    Args:
+      wanted: of a request, whether it is to go.
+    """
+    for job in [j for j in self._jobs.values() if wanted(j.request)]:
+      self._abandon(job)
     self._failed = [c for c in self._failed if not wanted(c.request)]
-    for i, slot in enumerate(self._slots):
-      if slot is not None and wanted(slot.request):
-        self._slots[i] = None
+
+  def forget(self, position: int, episode: int) -> None:
+    """The episode is over: what is kept of its turns goes.
+
+    Args:
+      position: of its task.
+      episode: its index.
+    """
+    self._prefixes.forget(position, episode)
+
+  def progress(self) -> dict[TurnId, tuple[list[int], list[float]]]:
+    """Ids and log-probs so far of the requests that have begun, by id.
+
+    Valid between `harvest` and `dispatch`.
+    """
+    return {
+      job.request.id: (
+        job.ids[: job.num].tolist(),
+        job.logprobs[: job.num].tolist(),
+      )
+      for job in (*self._active, *self._parked)
+    }
+
+  def _abandon(self, job: _Job) -> None:
+    """It has no result; all it had is free."""
+    del self._jobs[job.request.id]
+    if job in self._queue:
+      self._queue.remove(job)
+      self._leave_group(job)
+    elif job.slot is None:
+      self._parked.remove(job)
+    else:
+      self._prefixes.pages.give(self._vacate(job))
+
+  def _vacate(self, job: _Job) -> list[int]:
+    """Takes a job from its slot; its pages, to be kept or given back."""
+    self._active.remove(job)
+    self._slots[job.slot] = None
+    job.slot = None
+    self._prefixes.pages.unpin(job.pages)
+    pages, job.pages = job.pages, []
+    return pages
+
+  def _leave_group(self, job: _Job) -> None:
+    """One less has need of a shared prompt."""
+    key = job.shared_key
+    if key is None:
+      return
+    self._left[key] -= 1
+    if not self._left[key]:
+      del self._left[key]
+      prompt = self._prefixes.prompts.pop(key, None)
+      if prompt is not None:
+        self._prefixes.pages.give(prompt.pages)
+
+  def _expire(self) -> None:
+    """Turns past their deadline come back as faults, and free their slots."""
+    now = time.monotonic()
+    while self._deadlines and self._deadlines[0][0] < now:
+      job = heapq.heappop(self._deadlines)[2]
+      if self._in_flight(job):
+        self._abandon(job)
+        fault = Fault("deadline", "turn past rollout.turn_timeout_s", True)
+        self._failed.append(self._fail(job.request, fault))
+
+  # -- a run -------------------------------------------------------------------
 
   def dispatch(self) -> None:
-    """Fills free slots and starts a run of steps; does not wait."""
+    """Fills free slots and starts a run of steps; does not wait.
+
+    Raises:
+      RuntimeError: a request would go on from a sequence of other weights.
+    """
     self._expire()
-    free = [i for i, s in enumerate(self._slots) if s is None]
-    if self._queue and free:
-      self._admit(free)
-    live = np.array([s is not None for s in self._slots])
-    if live.any():
-      waits = bool(self._queue)
-      self._running = self.engine.generate_n(live, leave_when_free=waits)
+    act = {"park": self._park, "resume": self._resume, "admit": self._admit}
+    while (action := scheduler.decide(self._state())) != "run":
+      act[action]()
+    if not self._active:
+      return
+    for job in self._active:
+      self._extend(job, self._growth(job))
+    self._prefill()
+    self._running = self.engine.generate_n(
+      [() if job is None else job.pages for job in self._slots],
+      np.array([job is not None for job in self._slots]),
+      leave_when_free=bool(self._queue or self._parked),
+    )
+
+  def _state(self) -> scheduler.State:
+    free = self._slots.count(None)
+    parked = waiting = None
+    if self._parked:
+      parked = self._pages_to_run(self._parked[0])
+    elif free and self._queue:
+      waiting = self._cost(self._queue.first())
+    growth = [self._growth(job) for job in self._active]
+    size = self.engine.spec.page_size
+    hungry = sum(
+      needed(job.end, size) > self._pages_to_run(job) for job in self._active
+    )
+    available = self._prefixes.available
+    return scheduler.State(growth, hungry, available, free, parked, waiting)
+
+  def _pages_to_run(self, job: _Job) -> int:
+    spec = self.engine.spec
+    return needed(
+      min(job.length + spec.steps_per_call, job.end), spec.page_size
+    )
+
+  def _growth(self, job: _Job) -> int:
+    return self._pages_to_run(job) - len(job.pages)
+
+  def _extend(self, job: _Job, num: int) -> None:
+    if num:
+      pages = self._prefixes.take(num)
+      self._prefixes.pages.pin(pages)
+      job.pages += pages
+
+  def _cost(self, job: _Job) -> int:
+    """Pages that are pinned anew if a waiting job is admitted."""
+    size, prefixes = self.engine.spec.page_size, self._prefixes
+    total, key = self._pages_to_run(job), job.shared_key
+    if key is None:
+      own = total - job.source.start // size
+      return own + prefixes.cost(job.source)
+    full = job.length // size
+    prompt = prefixes.prompts.get(key)
+    if prompt is not None:
+      return total - full + prefixes.pages.unpinned(prompt.pages)
+    new = needed(job.length, size) - job.source.start // size
+    return total - full + new + prefixes.cost(job.source)
+
+  def _place(self, job: _Job) -> None:
+    job.slot = self._slots.index(None)
+    self._slots[job.slot] = job
+    self._active.append(job)
+
+  def _park(self) -> None:
+    """The job admitted last goes to the host."""
+    job = self._active[-1]
+    slot, used = job.slot, needed(job.length, self.engine.spec.page_size)
+    job.copy = self.engine.spill(slot, job.pages[:used])
+    self._prefixes.pages.give(self._vacate(job))
+    self._parked.insert(0, job)
+    self.counts.parked += 1
+
+  def _resume(self) -> None:
+    """The parked job admitted first runs again."""
+    job = self._parked.pop(0)
+    self._place(job)
+    used = needed(job.length, self.engine.spec.page_size)
+    self._extend(job, self._pages_to_run(job))
+    self.engine.restore(job.copy, job.slot, job.pages[:used])
+    job.copy = None
+
+  def _admit(self) -> None:
+    """The first of the queue gets a slot and pages."""
+    job, counts = self._queue.first(), self.counts
+    before = counts.prefilled_tokens
+    self._queue.take(job)
+    self._place(job)
+    job.begin(Growing(self.tokenizer.decode))
+    total, copy = self._pages_to_run(job), (0, 0)
+    if job.shared_key is None:
+      row, job.pages = self._begin(job, total)
+    else:
+      row, job.pages, copy = self._fork(job, total)
+    self._prefixes.pages.pin(job.pages)
+    self._inserts.append((job, row, copy))
+    counts.prompt_tokens += job.length
+    job.cached_tokens = job.length - (counts.prefilled_tokens - before)
+
+  def _begin(self, job: _Job, num_pages: int) -> tuple[Row, list[int]]:
+    """The prefill of a prompt, with so many pages, and these."""
+    size, prefixes = self.engine.spec.page_size, self._prefixes
+    start, ids = job.source.start, job.request.prompt_ids
+    before = prefixes.hold(job.source)
+    full = start // size
+    pages = prefixes.pages.share(before[:full])
+    pages += prefixes.take(num_pages - full)
+    chunk = engine_lib.Chunk(
+      ids[start:], start, pages[: needed(len(ids), size)], (before or [0])[-1]
+    )
+    row = Row(chunk)
+    self._rows.append(row)
+    self.counts.prefilled_tokens += len(chunk.tokens)
+    return row, pages
+
+  def _fork(
+    self, job: _Job, num_pages: int
+  ) -> tuple[Row, list[int], tuple[int, int]]:
+    """A prompt that is shared up to its last page, of which this is a copy."""
+    size, prefixes = self.engine.spec.page_size, self._prefixes
+    prompt = prefixes.prompts.get(job.shared_key)
+    if prompt is None:
+      row, pages = self._begin(job, needed(job.length, size))
+      prompt = Prompt(job.length, pages, self.engine.version, row=row)
+      prefixes.prompts[job.shared_key] = prompt
+    prefixes.check(prompt)
+    held = prefixes.hold_pages(prompt.pages)
+    full = job.length // size
+    pages = prefixes.pages.share(held[:full])
+    pages += prefixes.take(num_pages - full)
+    copy = (held[full], pages[full]) if job.length % size else (0, 0)
+    self._leave_group(job)
+    return prompt.row, pages, copy
+
+  def _prefill(self) -> None:
+    """Starts the prefills of what was admitted, and fills its slots."""
+    spec, prefixes = self.engine.spec, self._prefixes
+    for rows in (prefixes.new_heads, self._rows):
+      buckets = [self.engine.bucket(len(r.chunk.tokens)) for r in rows]
+      for batch in scheduler.batches(buckets, spec.prefill_rows):
+        hidden = self.engine.prefill_rows([rows[i].chunk for i in batch])
+        for index, i in enumerate(batch):
+          rows[i].hidden, rows[i].index = hidden, index
+      rows.clear()
+    by_call: dict[int, list[tuple[_Job, Row, tuple[int, int]]]] = {}
+    for insert in self._inserts:
+      by_call.setdefault(id(insert[1].hidden), []).append(insert)
+    for inserts in by_call.values():
+      jobs, rows, copies = zip(*inserts, strict=True)
+      self.engine.insert_rows(
+        rows[0].hidden,
+        [row.index for row in rows],
+        [job.slot for job in jobs],
+        copies,
+        [job.length for job in jobs],
+        _settings(jobs),
+      )
+    self._inserts.clear()
+    prefixes.release()
 
   def harvest(self) -> list[Completion]:
     """Waits for the run started last; returns what ended."""
@@ -220,119 +525,71 @@ class Sampler:
       return done
     out = engine_lib.to_host(self._running)
     self._running = None
-    self.counts.steps += int(out.num_steps)
-    for i, slot in enumerate(self._slots):
-      if slot is None:
-        continue
-      steps = np.flatnonzero(out.valid[: out.num_steps, i])
-      slot.ids += out.tokens[steps, i].tolist()
-      slot.logprobs += out.logprobs[steps, i].tolist()
-      slot.log_kept_mass += out.log_kept_mass[steps, i].tolist()
-      completion = self._finished(slot, bool(out.active[i]))
+    num = int(out.num_steps)
+    # What a slot samples in a run is without gaps.
+    ends = out.valid[:num].sum(axis=0).tolist()
+    columns = [
+      np.ascontiguousarray(a[:num].T)
+      for a in (out.tokens, out.logprobs, out.log_kept_mass)
+    ]
+    self.counts.steps += num
+    self.counts.slot_steps += num * len(ends)
+    self.counts.busy_steps += sum(ends)
+    for job in list(self._active):
+      slot = job.slot
+      job.add(*(column[slot, : ends[slot]] for column in columns))
+      completion = self._finished(job, bool(out.active[slot]))
       if completion is not None:
-        self.counts.completion_tokens += len(completion.ids)
-        self._slots[i] = None
         done.append(completion)
     return done
 
-  def _admit(self, free: list[int]) -> None:
-    spec = self.engine.spec
-    queue = list(self._queue)[: len(free)]
-    actions = schedule(
-      queue, free, self._shared.keys(), self.engine.bucket, spec.prefill_rows
-    )
-    for request, slot in actions.inserts:
-      self._queue.popleft()
-      self.counts.prompt_tokens += len(request.prompt_ids)
-      self._slots[slot] = _Slot(request, Growing(self.tokenizer.decode))
-    self._insert(actions.inserts)
-    for prefill in actions.prefills:
-      prefix = self.engine.prefill_rows(
-        [r.prompt_ids for r in prefill.requests]
-      )
-      for row, request in enumerate(prefill.requests):
-        self.counts.prefilled_tokens += len(request.prompt_ids)
-        self._shared[request.prefix_key] = _Shared(
-          prefix, row, request.shared_by
-        )
-      # At once, so that at most one prefix beside the shared ones is alive.
-      keys = {r.prefix_key for r in prefill.requests}
-      self._insert([i for i in actions.inserts if i[0].prefix_key in keys])
+  # -- completions -------------------------------------------------------------
 
-  def _insert(self, inserts: Sequence[tuple[Request, int]]) -> None:
-    """Those whose prompt is on the device; the others wait for theirs."""
-    by_prefix: dict[int, list[tuple[_Shared, Request, int]]] = {}
-    for request, slot in inserts:
-      shared = self._shared.get(request.prefix_key)
-      if shared is None:
-        continue
-      shared.left -= 1
-      if not shared.left:
-        del self._shared[request.prefix_key]
-      by_prefix.setdefault(id(shared.prefix), []).append(
-        (shared, request, slot)
-      )
-    for entries in by_prefix.values():
-      self.engine.insert_rows(
-        entries[0][0].prefix,
-        [shared.row for shared, _, _ in entries],
-        [slot for _, _, slot in entries],
-        self._settings([request for _, request, _ in entries]),
-      )
-
-  def _settings(self, requests: list[Request]) -> engine_lib.Requests:
-    room = self.engine.spec.max_length
-    asked = [r.sampling for r in requests]
-    return engine_lib.Requests(
-      seed=np.array([r.id for r in requests], np.int32),
-      limit=np.array(
-        [min(r.max_tokens, room - len(r.prompt_ids)) for r in requests],
-        np.int32,
-      ),
-      temperature=np.array([s.temperature for s in asked], np.float32),
-      top_k=np.array([s.top_k for s in asked], np.int32),
-      top_p=np.array([s.top_p for s in asked], np.float32),
-    )
-
-  def _finished(self, slot: _Slot, active: bool) -> Completion | None:
+  def _finished(self, job: _Job, active: bool) -> Completion | None:
     """Rule 14: an action block ends a completion where its text closes."""
-    ids, closes = slot.ids, slot.request.closes
-    if closes is not None and not (active and closes(slot.read(ids)) is None):
-      text = self.tokenizer.decode(ids)
-      end = closes(text)
-      if end is not None:
-        num = self.tokenizer.tokens_until(ids, end)
-        stopped = num == len(ids) and ids[-1] in self.engine.spec.stop_ids
-        return self._complete(
-          slot, num, text[:end], "tag" if not stopped else "stop"
-        )
-    if active:
+    ids, request = job.ids[: job.num], job.request
+    closes = request.closes
+    if active and (closes is None or closes(job.read(ids)) is None):
       return None
-    reason = "stop" if ids[-1] in self.engine.spec.stop_ids else "length"
-    return self._complete(slot, len(ids), self.tokenizer.decode(ids), reason)
+    text = self.tokenizer.decode(ids)
+    end = None if closes is None else closes(text)
+    if end is None and active:
+      return None
+    stops = (*self.engine.spec.stop_ids, *(request.stop_ids or ()))
+    reason = "stop" if ids[-1] in stops else "length"
+    if end is None:
+      return self._complete(job, len(ids), text, reason)
+    num = self.tokenizer.tokens_until(ids, end)
+    if num < len(ids) or reason != "stop":
+      reason = "tag"
+    return self._complete(job, num, text[:end], reason)
 
-  def _complete(self, slot, num, text, reason) -> Completion:
+  def _complete(
+    self, job: _Job, num: int, text: str, reason: StopReason
+  ) -> Completion:
+    """`num` of its tokens count; its sequence is kept up to there."""
+    request = job.request
+    del self._jobs[request.id]
+    self._queue.ended(job.kind, num)
+    self.counts.completion_tokens += num
+    ids = job.ids[:num].copy()
+    sequence = np.concatenate([request.prompt_ids, ids])
+    pages = self._vacate(job)
+    used = needed(len(sequence), self.engine.spec.page_size)
+    self._prefixes.pages.give(pages[used:])
+    self._prefixes.keep(
+      request.id, sequence, pages[:used], job.source, exact=reason != "tag"
+    )
     return Completion(
-      request=slot.request,
-      ids=np.array(slot.ids[:num], np.int32),
-      logprobs=np.array(slot.logprobs[:num], np.float32),
-      log_kept_mass=np.array(slot.log_kept_mass[:num], np.float32),
+      request=request,
+      ids=ids,
+      logprobs=job.logprobs[:num].copy(),
+      log_kept_mass=job.log_kept_mass[:num].copy(),
       text=text,
       stop_reason=reason,
       version=self.engine.version,
+      cached_tokens=job.cached_tokens,
     )
-
-  def _expire(self) -> None:
-    """Turns past their deadline come back as faults, and free their slots."""
-    now = time.monotonic()
-    late = [r for r in self._queue if r.deadline < now]
-    late += [s.request for s in self._slots if s and s.request.deadline < now]
-    if not late:
-      return
-    ids = {r.id for r in late}
-    self.cancel(lambda r: r.id in ids)
-    fault = Fault("deadline", "turn past rollout.turn_timeout_s", True)
-    self._failed += [self._fail(r, fault) for r in late]
 
   def _fail(self, request: Request, fault: Fault) -> Completion:
     empty = np.zeros([0], np.float32)
@@ -346,3 +603,23 @@ class Sampler:
       version=self.engine.version,
       fault=fault,
     )
+
+
+def _settings(jobs: Sequence[_Job]) -> engine_lib.Requests:
+  """What the slots of jobs have to know."""
+  asked = [job.request for job in jobs]
+  sampling = [request.sampling for request in asked]
+  stops = np.full([len(jobs), engine_lib.MAX_STOPS], -1, np.int32)
+  for row, request in zip(stops, asked, strict=True):
+    row[: len(request.stop_ids or ())] = request.stop_ids or ()
+  return engine_lib.Requests(
+    seed=np.array(
+      [r.id if r.seed is None else r.seed for r in asked], np.int32
+    ),
+    limit=np.array([job.limit for job in jobs], np.int32),
+    min_tokens=np.array([r.min_tokens for r in asked], np.int32),
+    temperature=np.array([s.temperature for s in sampling], np.float32),
+    top_k=np.array([s.top_k for s in sampling], np.int32),
+    top_p=np.array([s.top_p for s in sampling], np.float32),
+    stops=stops,
+  )

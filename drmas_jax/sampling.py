@@ -1,7 +1,8 @@
 """From logits to a token: temperature, top-k, top-p, greedy (rule 9).
 
 A token is drawn by inverting the cumulative distribution at one uniform number
-per row: one pass over the vocabulary, where Gumbel noise would draw V numbers.
+per row, where Gumbel noise would draw V numbers: first among the sums of blocks
+of the vocabulary, then within a block.
 """
 
 from typing import NamedTuple
@@ -32,6 +33,7 @@ def sample(
   temperature: Float[Array, " B"],
   top_k: Int[Array, " B"],
   top_p: Float[Array, " B"],
+  banned: Int[Array, "B N"] | None = None,
 ) -> Sample:
   """Draws one token per row, each with its own key and settings.
 
@@ -41,29 +43,69 @@ def sample(
     temperature: 0 is greedy, with the log-probability at temperature 1.
     top_k: 0 keeps all; ties at the k-th value are all kept.
     top_p: the smallest set of most likely tokens whose mass reaches top_p.
+    banned: ids that are not kept, filled with -1; top-k and top-p are of what
+      is left.
   """
+  if banned is None:
+    banned = jnp.full([logits.shape[0], 1], -1)
   greedy = temperature == 0
-  scale = jnp.where(greedy, 1.0, temperature)[:, None]
-  logprobs = jax.nn.log_softmax(logits / scale)
-  narrow = (top_k > 0) | (top_p < 1)
+  logits /= jnp.where(greedy, 1.0, temperature)[:, None]
+  logits -= jnp.max(logits, axis=-1, keepdims=True)
+  mass = jnp.exp(logits)
+  total = jnp.sum(mass, axis=-1)
+  barred = jnp.any(banned >= 0, axis=-1)
+  narrow = (top_k > 0) | (top_p < 1) | barred
   kept = jax.lax.cond(
     jnp.any(narrow),
-    lambda: _truncate(logprobs, top_k, top_p),
-    lambda: logprobs,
+    lambda: _truncate(_without(logits, banned), top_k, top_p),
+    lambda: logits,
   )
+  kept_mass = jax.lax.cond(jnp.any(narrow), lambda: jnp.exp(kept), lambda: mass)
   uniform = jax.vmap(jax.random.uniform)(keys)
-  # A parallel cumsum rounds; made monotone, it rises only where there is mass,
-  # and the first entry above u * total cannot lie outside the kept set.
-  mass = jnp.exp(kept)
-  cumulative = jax.lax.cummax(jnp.cumsum(mass, axis=-1), axis=1)
-  total = cumulative[:, -1]
-  above = (cumulative > uniform[:, None] * total[:, None]) & (mass > 0)
-  drawn = jnp.argmax(above, axis=-1)
-  token = jnp.where(greedy, jnp.argmax(logprobs, axis=-1), drawn)
-  token = token.astype(jnp.int32)
-  logprob = jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
-  kept_mass = jnp.where(narrow & ~greedy, jnp.minimum(jnp.log(total), 0.0), 0.0)
-  return Sample(token, logprob, kept_mass)
+  drawn, kept_total = _invert(kept_mass, uniform)
+  token = jnp.where(greedy, jnp.argmax(kept, axis=-1), drawn).astype(jnp.int32)
+  logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+  log_kept = jnp.minimum(jnp.log(kept_total / total), 0.0)
+  return Sample(
+    token,
+    logprob - jnp.log(total),
+    jnp.where(narrow & ~greedy, log_kept, 0.0),
+  )
+
+
+def _invert(
+  mass: Float[Array, "B V"], uniform: Float[Array, " B"]
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+  """The place where the cumulative sum passes uniform * total, and the total.
+
+  Whatever rounding does, the place has mass.
+  """
+  rows, size = mass.shape
+  width = 1 << (size.bit_length() // 2)  # about the square root
+  mass = jnp.pad(mass, [(0, 0), (0, -size % width)])
+  blocks = mass.reshape(rows, -1, width)
+  block_mass = jnp.sum(blocks, axis=-1)
+  # A parallel sum may fall; made monotone, it does not.
+  ends = jax.lax.cummax(jnp.cumsum(block_mass, axis=-1), axis=1)
+  total = ends[:, -1]
+  goal = uniform * total
+  passed = (ends > goal[:, None]) & (block_mass > 0)
+  block = jnp.argmax(passed, axis=-1)[:, None]
+  start = jnp.take_along_axis(ends - block_mass, block, axis=-1)
+  inner = jnp.take_along_axis(blocks, block[..., None], axis=1)[:, 0]
+  passed = (start + jnp.cumsum(inner, axis=-1) > goal[:, None]) & (inner > 0)
+  # Where rounding lets none pass, it is the last that has mass.
+  last = width - 1 - jnp.argmax(inner[:, ::-1] > 0, axis=-1)
+  place = jnp.where(jnp.any(passed, -1), jnp.argmax(passed, axis=-1), last)
+  return block[:, 0] * width + place, total
+
+
+def _without(
+  logits: Float[Array, "B V"], banned: Int[Array, "B N"]
+) -> Float[Array, "B V"]:
+  rows = jnp.arange(logits.shape[0])[:, None]
+  place = jnp.where(banned < 0, logits.shape[1], banned)
+  return logits.at[rows, place].set(-jnp.inf, mode="drop")
 
 
 def root_key(seed: int, purpose: str) -> jax.Array:
@@ -74,11 +116,11 @@ def root_key(seed: int, purpose: str) -> jax.Array:
 
 
 def _truncate(
-  logprobs: Float[Array, "B V"], top_k: jax.Array, top_p: jax.Array
+  logits: Float[Array, "B V"], top_k: jax.Array, top_p: jax.Array
 ) -> Float[Array, "B V"]:
   """-inf outside the kept set: top-k first, then top-p of what is left."""
-  size = logprobs.shape[-1]
-  ordered = -jnp.sort(-logprobs, axis=-1)
+  size = logits.shape[-1]
+  ordered = -jnp.sort(-logits, axis=-1)
   k = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
   by_rank = jnp.where(jnp.arange(size) < k[:, None], ordered, -jnp.inf)
   mass = jnp.cumsum(jax.nn.softmax(by_rank, axis=-1), axis=-1)
@@ -86,4 +128,4 @@ def _truncate(
   before = jnp.concatenate([jnp.zeros_like(mass[:, :1]), mass[:, :-1]], -1)
   by_rank = jnp.where(before < top_p[:, None], by_rank, -jnp.inf)
   lowest = jnp.min(jnp.where(jnp.isfinite(by_rank), by_rank, jnp.inf), -1)
-  return jnp.where(logprobs >= lowest[:, None], logprobs, -jnp.inf)
+  return jnp.where(logits >= lowest[:, None], logits, -jnp.inf)

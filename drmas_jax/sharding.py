@@ -4,6 +4,7 @@ Every parameter, cache array and batch names its dims by logical axes where it
 is declared. To lay one of them out differently, change a row here.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,9 @@ AXES = ("data", "fsdp", "tensor")
 
 RULES: dict[str | None, tuple[str, ...]] = {
   "batch": ("data", "fsdp"),  # rows of a batch
-  "slots": ("data", "fsdp"),  # slots of an engine
+  "slots": (),  # of an engine, whose devices split weights and kv heads
+  "pages": (),
+  "cache_heads": ("tensor", "fsdp"),  # kv heads of an engine's cache
   "embed": ("fsdp",),
   "vocab": ("tensor",),
   "heads": ("tensor",),
@@ -34,22 +37,23 @@ def is_axes(x: Any) -> bool:
 
 
 def spec(axes: Axes, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-  """The partition of an array; a dim that does not divide stays whole.
+  """The partition of an array: a dim takes its mesh axes as far as it divides.
 
   A mesh axis is used once: the first dim that can take it does.
   """
   used: set[str] = set()
   parts: list[tuple[str, ...] | None] = []
   for axis, size in zip(axes, shape, strict=True):
-    names = tuple(n for n in RULES[axis] if n not in used)
-    ways = 1
-    for name in names:
-      ways *= mesh.shape[name]
-    if ways == 1 or size % ways:
+    names: list[str] = []
+    for name in RULES[axis]:
+      ways = math.prod(mesh.shape[n] for n in (*names, name))
+      if name not in used and size % ways == 0:
+        names.append(name)
+    if all(mesh.shape[n] == 1 for n in names):
       parts.append(None)
       continue
     used.update(names)
-    parts.append(names)
+    parts.append(tuple(names))
   return PartitionSpec(*parts)
 
 

@@ -282,6 +282,13 @@ class Growing:
     return text
 
 
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
+  """How many ids two sequences have in common at their beginning."""
+  num = min(len(one), len(other))
+  differ = np.flatnonzero(one[:num] != other[:num])
+  return int(differ[0]) if len(differ) else num
+
+
 def _variables(template: str) -> set[str]:
   """Names that a template looks up.
 

@@ -28,7 +28,8 @@ class Fault:
   """Why something has no result; a value, so that nothing is lost with it.
 
   Attributes:
-    kind: "deadline", "environment", "reward", "prompt", "cancelled", "worker".
+    kind: "deadline", "environment", "reward", "prompt", "request", "cancelled",
+      "worker".
     message: one sentence for a person.
     wall_clock: True where a clock decided, so that the run is no longer
       reproducible bit for bit (RULES 26 in the docs of `metrics`).

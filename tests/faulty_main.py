@@ -121,7 +121,7 @@ def main() -> int:
     backbones = _now["training"].backbones
     said["learner"] = {n: _digest(b.state) for n, b in backbones.items()}
     said["engine"] = {
-      n: _digest(b.sampler.engine.params) for n, b in backbones.items()
+      n: _digest([e.params for e in b.engines]) for n, b in backbones.items()
     }
   print(json.dumps(said), flush=True)
   return code

@@ -42,8 +42,11 @@ def make_slices(**kwargs):
   return {
     name: placement.Slice(
       placement._mesh(devices[:, list(part.train)], part.train_shape),
-      placement._mesh(
-        devices[jax.process_index(), list(part.rollout)], part.rollout_shape
+      tuple(
+        placement._mesh(
+          devices[jax.process_index(), list(local)], part.rollout_shape
+        )
+        for local in part.rollout
       ),
     )
     for name, part in layouts.items()
@@ -65,12 +68,14 @@ def check_sync(part, layout=None):
   if layout is not None:
     axes = {"w": AXES["w"], "layers": [AXES["layers"][1:]] * 2}
     want = layout(VALUES)
-  where = sharding.shardings(axes, want, part.rollout_mesh)
+  meshes = part.rollout_meshes
+  where = [sharding.shardings(axes, want, mesh) for mesh in meshes]
   moved = placement.sync(globally(part.train_mesh), where, "bfloat16", layout)
-  for x, v in zip(jax.tree.leaves(moved), jax.tree.leaves(want), strict=True):
-    assert x.devices() == set(part.rollout_mesh.devices.flat)
-    assert x.is_fully_addressable and x.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(x.astype(np.float32), v)
+  for own, mesh in zip(moved, meshes, strict=True):
+    for x, v in zip(jax.tree.leaves(own), jax.tree.leaves(want), strict=True):
+      assert x.devices() == set(mesh.devices.flat)
+      assert x.is_fully_addressable and x.dtype == jnp.bfloat16
+      np.testing.assert_array_equal(x.astype(np.float32), v)
 
 
 def unstack(params):
@@ -101,10 +106,14 @@ def work(index):
   for value, batch in fetched.values():
     assert float(value) == want.sum() == 36
     np.testing.assert_array_equal(batch, want)
+  # Two engines on the training devices, one on both, one set aside.
+  assert len(slices["verifier"].rollout_meshes) == 2
   check_sync(slices["verifier"])
   check_sync(slices["solver"], unstack)
+  wide = config_lib.Mesh(data=1, fsdp=1, tensor=2)
+  check_sync(make_slices(rollout_mesh=wide)["solver"], unstack)
   aside = make_slices(rollout_devices=1)["solver"]
-  assert len(aside.rollout_mesh.devices.flat) == 1
+  assert [len(m.devices.flat) for m in aside.rollout_meshes] == [1]
   check_sync(aside, unstack)
   for k in range(3):  # rounds of one name do not mix
     assert hosts.agree("again", {"k": k + index}) == [{"k": k}, {"k": k + 1}]

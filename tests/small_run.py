@@ -26,6 +26,8 @@ def get_config():
   config.data.update(num_tasks=4, group_size=4)
   config.eval.update(every=1, num_tasks=4, final_num_tasks=0, k=2)
   config.checkpoint.update(every=2)
+  # One engine a policy on however many devices: each of several is compiled.
+  config.placement = dict(rollout_mesh=dict(data=1, fsdp=0))
   for policy in config.policies.values():
     policy.micro_batch = 32
     # Adam's first step is the sign of the gradient otherwise, and turns

@@ -31,13 +31,14 @@ FLOORS = (
     "jetstream_compat",
   ),
   (
-    *("tokenizer", "prompts", "data", "sampler", "rollout"),
+    *("tokenizer", "prompts", "data", "pages", "scheduler", "prefixes"),
+    *("sampler", "replicas", "rollout"),
     *("checkpoint", "export", "folders"),
-    *("backbone", "sft", "writers", "records", "evaluate", "serve"),
+    *("backbone", "sft", "writers", "records", "evaluate", "serving"),
     *("manifest", "compare"),
   ),
   ("coordinator",),
-  ("main",),
+  ("main", "serve"),
 )
 FLOOR = {name: i for i, floor in enumerate(FLOORS) for name in floor}
 

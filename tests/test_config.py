@@ -266,6 +266,16 @@ WRONG = [
     "policies.bob.remat: has no effect with frozen=True; remove it",
   ),
   (
+    "policies.bob.engine.cache_tokens=1023",
+    "policies.bob.engine.cache_tokens: 1023 cannot hold one sequence of "
+    "engine.max_length=1024; write at least that, or 0 for room in every slot",
+  ),
+  (
+    "policies.bob.engine.cache_dtype=float16",
+    "policies.bob.engine.cache_dtype: 'float16' is not allowed; write one of "
+    "'', 'float32', 'bfloat16', 'int8'",
+  ),
+  (
     "advantage.pool_agents=True",
     "advantage.pool_agents: has no effect with advantage.name='agent_wise'"
     "…or write name='grpo'",

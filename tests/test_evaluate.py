@@ -210,7 +210,8 @@ class World:
     team.environment = self
     team.reward_timeout_s = 1.0
     self.scores_groups = scores_groups
-    self.sampler = Scripted(self.answer)
+    num_slots = config.policies["p"].engine.num_slots
+    self.sampler = Scripted(self.answer, num_slots=num_slots)
     self.rollout = rollout.Rollout(
       team, {"p": self.sampler}, config, heartbeat=self.beat
     )

@@ -150,7 +150,12 @@ def test_nothing_imports_tensorflow(job):
 
 # -- in this process, 4 and 4 devices ------------------------------------------
 
-SPLIT = "--config.placement.strategy=split"
+# Of the 4 that a policy has 2 are its learner's, and 2 have an engine each.
+SPLIT = (
+  "--config.placement.strategy=split",
+  "--config.placement.rollout_devices=2",
+  "--config.placement.rollout_mesh={'data': 2, 'fsdp': 1}",
+)
 
 
 def call(workdir, *flags, config=CONFIG):
@@ -203,18 +208,42 @@ def get_config():
   return path
 
 
+def check_slices(backbones):
+  """Both engines of both policies were used, and hold the newest weights."""
+  used = []
+  for made in backbones.values():
+    trained = placement.fetch(made.state.params)
+    used += made.slice.train_mesh.devices.flat
+    for sampler in made.sampler.samplers:
+      own = sampler.engine
+      used += own.mesh.devices.flat
+      assert sampler.counts.completion_tokens and own.version == made.updates
+      want = backbone.transformer.unstack(trained)
+      jax.tree.map(np.testing.assert_array_equal, own.params, want)
+  assert len(set(used)) == len(used) == 8
+
+
 def test_two_policies_on_disjoint_slices(tmp_path, monkeypatch, capsys):
   """And a step in which all rewards are equal (rule 12): one token is no
   answer, so nobody is right and nobody is updated, which is said (M16)."""
   monkeypatch.setattr(coordinator, "_FIRST", 2)
+  built = {}
+  build = coordinator.Training.__init__
+
+  def spy(self, config, backbones, *args):
+    built.update(backbones)
+    build(self, config, backbones, *args)
+
+  monkeypatch.setattr(coordinator.Training, "__init__", spy)
   workdir = tmp_path / "run"
-  assert call(workdir, SPLIT, "--config.steps=2") == 0
+  assert call(workdir, *SPLIT, "--config.steps=2") == 0
   assert "WARNING" not in capsys.readouterr().err
+  check_slices(built)
   trained = small_run.state(workdir, 2)
   assert trained["solver", "['step']"] + trained["verifier", "['step']"] > 0
   mute = [f"--config.agents.{a}.max_tokens=1" for a in ("solver", "verifier")]
   allow = [f"--allow_change=agents.{a}" for a in ("solver", "verifier")]
-  assert call(workdir, SPLIT, "--config.steps=4", *mute, *allow) == 0
+  assert call(workdir, *SPLIT, "--config.steps=4", *mute, *allow) == 0
   said = capsys.readouterr().err
   assert "WARNING: every reward of the first 2 batches is 0" in said
   assert "solver 100%, verifier 100%; raise agents.*.max_tokens" in said
@@ -234,7 +263,7 @@ def test_eval_mode_leaves_a_run_alone(job, tmp_path, capsys):
   room for its optimizer."""
   workdir = shutil.copytree(job[0], tmp_path / "copy")
   before = {p.name: p.stat().st_mtime_ns for p in workdir.iterdir()}
-  tight = (SPLIT, "--config.placement.device_memory_gb=0.01")
+  tight = (*SPLIT, "--config.placement.device_memory_gb=0.01")
   assert call(tmp_path / "new", *tight) == 2
   more = ("--config.eval.final_num_tasks=8", "--config.eval.final_k=3")
   assert call(workdir, *tight, "--mode=eval", *more) == 0
@@ -259,7 +288,7 @@ def test_eval_mode_of_an_older_step(job, tmp_path, capsys):
   assert "has no step '7'; allowed are none" in said
   workdir = shutil.copytree(job[0], tmp_path / "run")
   for step, code in (("2", 0), ("7", 2)):
-    assert call(workdir, SPLIT, "--mode=eval", f"--step={step}") == code
+    assert call(workdir, *SPLIT, "--mode=eval", f"--step={step}") == code
   assert results_of(workdir, 2)["step"] == 2
   said = capsys.readouterr().err
   assert "has no step '7'; allowed are 2, 3, best" in said
@@ -281,7 +310,7 @@ def test_flags_of_another_mode(tmp_path, capsys, flag, mode):
 
 def test_eval_mode_with_frozen_policies_and_no_run(tmp_path):
   frozen = freeze(tmp_path, "solver", "verifier")
-  assert call(tmp_path / "new", SPLIT, "--mode=eval", config=frozen) == 0
+  assert call(tmp_path / "new", *SPLIT, "--mode=eval", config=frozen) == 0
   assert [p.name for p in (tmp_path / "new").iterdir()] == ["eval"]
   names = {p.name for p in (tmp_path / "new" / "eval" / "step_0").iterdir()}
   names.discard("manifest_diff.patch")  # of what is not committed here
@@ -321,7 +350,7 @@ def test_eval_mode_of_a_mixed_team(job, tmp_path):
   workdir = tmp_path / "mix"
   saved = f"run:{job[0]}/solver@3"
   key = "--config.policies.solver.checkpoint"
-  assert call(workdir, SPLIT, "--mode=eval", f"{key}={saved}") == 0
+  assert call(workdir, *SPLIT, "--mode=eval", f"{key}={saved}") == 0
   result = results_of(workdir, 0)
   assert result["policies"] == {"solver": saved, "verifier": "tiny:verifier"}
 
@@ -329,7 +358,7 @@ def test_eval_mode_of_a_mixed_team(job, tmp_path):
 def test_a_frozen_policy_takes_part_and_stays(tmp_path):
   frozen = freeze(tmp_path, "verifier")
   for steps in (2, 3):  # resumed from 2
-    flags = (SPLIT, f"--config.steps={steps}")
+    flags = (*SPLIT, f"--config.steps={steps}")
     assert call(tmp_path, *flags, config=frozen) == 0
   saved = tmp_path / "checkpoints" / "3"
   assert (saved / "policy_solver").is_dir()
@@ -486,8 +515,8 @@ def refused(tmp_path, capsys, *flags):
       ),
     ),
     (
-      "--config.policies.verifier.engine.num_slots=12",
-      ("policies.verifier.engine.num_slots: 12 rows cannot be laid",),
+      "--config.policies.verifier.engine.cache_tokens=40",
+      ("policies.verifier.engine.cache_tokens: 40 cannot hold one sequence",),
     ),
     (
       "--config.placement.device_memory_gb=0.001",

@@ -276,6 +276,33 @@ def test_inflation_takes_the_tolerance_of_equal_scores():
   assert rollout(apart)["kappa/solver"] == pytest.approx(1.0, rel=1e-3)
 
 
+def test_a_sampler_is_measured_between_two_readings():
+  names = ("prompt_tokens", "prefilled_tokens", "slot_steps", "busy_steps")
+  names += ("parked", "spilled")
+
+  def counts(*values):
+    return SimpleNamespace(**dict(zip(names, values, strict=True)))
+
+  none = counts(100, 100, 64, 10, 3, 1)
+  one = metrics.sampling(none, counts(300, 150, 96, 34, 3, 2), "p")
+  assert one == {
+    "prompt_tokens/p": 200.0,
+    "prefilled_tokens/p": 50.0,
+    "prefix_hit_rate/p": 0.75,
+    "slot_steps/p": 32.0,
+    "slot_occupancy/p": 0.75,
+    "parked/p": 0.0,
+    "spilled/p": 1.0,
+  }
+  idle = metrics.sampling(none, none, "p")
+  assert not any(idle.values()) and len(idle) == 5
+  other = metrics.sampling(none, counts(700, 700, 160, 10, 5, 1), "p")
+  merged = metrics.merge([one, idle, other])
+  assert merged == pytest.approx(
+    metrics.sampling(none, counts(900, 750, 192, 34, 5, 2), "p")
+  )
+
+
 def test_hosts_are_merged_by_what_they_count():
   one = {"turns/a": 1.0, "valid/a": 1.0, "logprob_gap_max/a": 2.0}
   two = {"turns/a": 3.0, "valid/a": 0.0, "logprob_gap_max/a": 1.0}

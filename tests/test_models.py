@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from drmas_jax import engine, logprobs, sharding
 from drmas_jax.models import (
   layers,
+  paged,
   llama3,
   qwen2,
   qwen3,
@@ -86,14 +87,28 @@ def _checkpoint(name, folder):
   return config, weights.load(folder, config)
 
 
+def _paged(config, rows, total, size=4, dtype=jnp.float32):
+  """A cache for `rows` rows, whose pages are mixed; its tables; and the Pages
+  of a prefill and of a decode step on it."""
+  each = -(-total // size)
+  order = np.random.default_rng(0).permutation(rows * each)
+  table = np.sort((1 + order).reshape(rows, each)).astype(np.int32)
+  cache = transformer.init_cache(config, 1 + rows * each, size, dtype)
+  owner, block = np.zeros([2, 1 + rows * each], np.int32)
+  block[0] = total
+  owner[table], block[table] = np.indices(table.shape)
+  prefill = paged.Pages(table, np.zeros([rows], np.int32))
+  return cache, prefill, paged.Pages(table, None, owner, block)
+
+
 def _decode(params, config, prompts, num_new):
   """Prompts and their greedy continuations, token by token through the cache
   after a prefill of 5: ids [B, T + new] and logits [B, T + new, V]."""
   rows, length = prompts.shape
   total, head = length + num_new, transformer.head(params, config)
-  cache = transformer.init_cache(config, rows, total, jnp.float32)
+  cache, prefill, pages = _paged(config, rows, total)
   hidden, cache = transformer.forward(
-    params, _inputs(prompts[:, :5]), cache, config=config
+    params, _inputs(prompts[:, :5]), cache, prefill, config=config
   )
   ids = jnp.zeros((rows, total), jnp.int32).at[:, :length].set(prompts)
   logits = jnp.zeros((rows, total, config.vocab_size))
@@ -104,7 +119,9 @@ def _decode(params, config, prompts, num_new):
     best = jnp.argmax(logits[:, i - 1], -1).astype(jnp.int32)
     ids = ids.at[:, i].set(jnp.where(i < length, ids[:, i], best))
     inputs = _inputs(ids[:, i][:, None], jnp.full((rows, 1), i))
-    hidden, cache = transformer.forward(params, inputs, cache, config=config)
+    hidden, cache = transformer.forward(
+      params, inputs, cache, pages, config=config
+    )
     return i + 1, cache, ids, logits.at[:, i].set((hidden @ head)[:, 0])
 
   state = jax.lax.while_loop(
@@ -279,6 +296,8 @@ def test_padded_rows_of_an_odd_vocabulary_are_not_sampled(tmp_path):
     steps_per_call=1,
     stop_ids=(150,),
     vocab_size=143,
+    page_size=8,
+    max_pages=5,
   )
   made = engine.PolicyEngine(spec)
   layered = made.load_params(transformer.unstack(params))
@@ -304,44 +323,102 @@ def test_cached_decode_equals_full_forward(params):
   """Rows of different lengths, prefill, a continued prefix, single steps."""
   tokens = _tokens(2, 12)
   full, _ = forward(params, _inputs(tokens), config=CONFIG)
-  layered = transformer.unstack(params)
-  cache = transformer.init_cache(CONFIG, 2, 12, jnp.float32)
+  cache, prefill, pages = _paged(CONFIG, 2, 12)
   # What lies beyond a row's position may be anything.
   cache = jax.tree.map(lambda x: x + 1e3, cache)
-  step = functools.partial(forward, layered, config=CONFIG)
-  _, cache = step(_inputs(tokens[:, :5]), cache)
+  step = functools.partial(forward, transformer.unstack(params), config=CONFIG)
+  _, cache = step(_inputs(tokens[:, :5]), cache, prefill)
   starts = np.array([5, 3])  # the second row's last two were padding
   rows = np.arange(2)[:, None]
   positions = starts[:, None] + np.arange(4)
-  hidden, cache = step(_inputs(tokens[rows, positions], positions), cache)
+  going_on = prefill._replace(source=prefill.table[[0, 1], starts // 4])
+  hidden, cache = step(
+    _inputs(tokens[rows, positions], positions), cache, going_on
+  )
   np.testing.assert_allclose(hidden, full[rows, positions], atol=2e-5)
   for i in range(3):
     positions = starts[:, None] + 4 + i
-    hidden, cache = step(_inputs(tokens[rows, positions], positions), cache)
+    hidden, cache = step(
+      _inputs(tokens[rows, positions], positions), cache, pages
+    )
     np.testing.assert_allclose(hidden, full[rows, positions], atol=2e-5)
 
 
 @pytest.mark.quick
-def test_writes_beyond_the_cache_are_dropped(params):
+def test_a_sequence_is_gone_on_from_in_the_middle_of_a_page(params):
+  """Two rows share a page; each has what is in it up to where it leaves."""
+  tokens = _tokens(1, 12)
+  full, _ = forward(params, _inputs(tokens), config=CONFIG)
+  cache = transformer.init_cache(CONFIG, 9, 4, jnp.float32)
+  step = functools.partial(forward, transformer.unstack(params), config=CONFIG)
+  first = paged.Pages(np.array([[3, 1, 0]]), np.array([0]))
+  _, cache = step(_inputs(tokens[:, :7]), cache, first)
+  tables = np.array([[3, 2, 5], [3, 1, 7]])  # the second writes on
+  positions = np.tile(np.arange(6, 11), (2, 1))
+  chunk = np.stack([tokens[0, 6:11], tokens[0, 6:11]])
+  hidden, cache = step(
+    _inputs(chunk, positions), cache, paged.Pages(tables, np.array([1, 1]))
+  )
+  for row in range(2):
+    np.testing.assert_allclose(hidden[row], full[0, 6:11], atol=2e-5)
+
+
+@pytest.mark.quick
+def test_writes_beyond_the_pages_of_a_row_go_nowhere(params):
   """A continued prefix's padding may reach over the end."""
   tokens = _tokens(2, 12)
   full, _ = forward(params, _inputs(tokens), config=CONFIG)
   step = functools.partial(forward, transformer.unstack(params), config=CONFIG)
-  cache = transformer.init_cache(CONFIG, 2, 12, jnp.float32)
-  _, cache = step(_inputs(tokens[:, :5]), cache)
-  _, cache = step(
-    _inputs(tokens[:, 5:9], np.tile(np.arange(5, 9), (2, 1))), cache
+  cache, prefill, pages = _paged(CONFIG, 2, 12)
+  _, cache = step(_inputs(tokens[:, :8]), cache, prefill)
+  padded = np.pad(tokens[:, 8:], ((0, 0), (0, 5)))
+  hidden, cache = step(
+    _inputs(padded, np.tile(np.arange(8, 17), (2, 1))), cache, prefill
   )
-  padded = np.pad(tokens[:, 9:], ((0, 0), (0, 1)))
-  hidden, _ = step(_inputs(padded, np.tile(np.arange(9, 13), (2, 1))), cache)
-  np.testing.assert_allclose(hidden[:, :3], full[:, 9:], atol=2e-5)
+  np.testing.assert_allclose(hidden[:, :4], full[:, 8:], atol=2e-5)
+  # A decode step of a row that is full, too.
+  before = jax.tree.map(lambda x: x[1:], cache)
+  _, cache = step(_inputs(tokens[:, :1], np.full((2, 1), 12)), cache, pages)
+  after = jax.tree.map(lambda x: x[1:], cache)
+  jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+@pytest.mark.quick
+def test_other_rows_change_no_bit_of_a_row(params):
+  """Rule 26: neither prefill nor decode of a row depends on who is beside it,
+  on the size of the pool, or on the width of the table."""
+  tokens = _tokens(3, 12)
+  step = functools.partial(forward, transformer.unstack(params), config=CONFIG)
+  found = []
+  for others, total in (((1, 2), 12), ((2, 1), 40)):
+    cache, prefill, pages = _paged(CONFIG, 3, total)
+    rows = tokens[[0, *others]]
+    out, cache = step(_inputs(rows[:, :9]), cache, prefill)
+    at = np.array([[9], [5 * (total > 12)], [2]])
+    inputs = _inputs(rows[np.arange(3)[:, None], at], at)
+    found.append((out[0], step(inputs, cache, pages)[0][0]))
+  jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.quick
+def test_an_int8_cache_is_close(params):
+  tokens = _tokens(2, 12)
+  full, _ = forward(params, _inputs(tokens), config=CONFIG)
+  cache, prefill, pages = _paged(CONFIG, 2, 12, dtype=jnp.int8)
+  step = functools.partial(forward, transformer.unstack(params), config=CONFIG)
+  hidden, cache = step(_inputs(tokens[:, :9]), cache, prefill)
+  at = np.full((2, 1), 9)
+  last, _ = step(_inputs(tokens[:, 9:10], at), cache, pages)
+  for got, want in ((hidden, full[:, :9]), (last, full[:, 9:10])):
+    error = np.abs(got - want).max() / np.abs(want).max()
+    assert 1e-5 < error < 0.03
 
 
 @pytest.mark.quick
 def test_cache_declares_its_axes():
   cache = transformer.init_cache(CONFIG, 3, 10, jnp.bfloat16)
-  axes = transformer.cache_axes(CONFIG)
-  sizes = {"slots": 3, "kv_heads": 2, "head_dim": 16, "length": 10}
+  axes = transformer.cache_axes(CONFIG, jnp.bfloat16)
+  sizes = {"pages": 3, "cache_heads": 2, "head_dim": 16, "length": 10}
   assert len(cache) == len(axes) == CONFIG.num_layers
   for entry, names in zip(cache, axes, strict=True):
     for key, value in entry.items():
@@ -470,14 +547,12 @@ def test_sharded_equals_one_device(params, mesh):
   np.testing.assert_allclose(loss_spread, loss, atol=1e-5)
   _assert_trees_close(grads_spread, grads, 1e-5)
 
+  rows = inputs.tokens.shape[0]
+  cache, _, pages = _paged(CONFIG, rows, 8)
   cache_where = sharding.shardings(
-    transformer.cache_axes(CONFIG),
-    transformer.init_cache(CONFIG, 4, 8, jnp.float32),
-    mesh,
+    transformer.cache_axes(CONFIG, jnp.float32), cache, mesh
   )
-  cache = jax.device_put(
-    transformer.init_cache(CONFIG, 4, 8, jnp.float32), cache_where
-  )
+  cache = jax.device_put(cache, cache_where)
   decode = jax.jit(
     functools.partial(transformer.forward, config=CONFIG, mesh=mesh),
     out_shardings=(None, cache_where),
@@ -485,7 +560,7 @@ def test_sharded_equals_one_device(params, mesh):
   full, _ = forward(params, inputs, config=CONFIG)
   for i in range(8):
     column = Inputs(*(x[:, i : i + 1] for x in laid[:3]), laid.policy_index)
-    hidden, cache = decode(spread, column, cache)
+    hidden, cache = decode(spread, column, cache, pages)
     np.testing.assert_allclose(hidden[:, 0], full[:, i], atol=1e-5)
   assert decode._cache_size() == 1
 

@@ -1,6 +1,7 @@
 """Slices on 8 fake devices: plans, their bytes, refusals, and moves."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from drmas_jax import backbone, engine, placement, sharding
 from drmas_jax import config as config_lib
-from drmas_jax import placement, sharding
 from drmas_jax.models import transformer
 
 pytestmark = pytest.mark.quick
@@ -54,16 +55,21 @@ def ids(mesh):
   return [d.id for d in mesh.devices.flat]
 
 
+def engines(part):
+  """Devices of each engine of a slice."""
+  return [ids(mesh) for mesh in part.rollout_meshes]
+
+
 # -- plans ---------------------------------------------------------------------
 
 
 def test_shared_gives_everyone_all_devices():
   plan = make_plan()
   for part in plan.slices.values():
-    assert ids(part.train_mesh) == ids(part.rollout_mesh) == list(range(8))
+    assert ids(part.train_mesh) == list(range(8))
+    assert engines(part) == [[i] for i in range(8)]
     assert part.train_mesh.axis_names == ("data", "fsdp", "tensor")
     assert part.train_mesh.devices.shape == (1, 8, 1)
-    assert part.rollout_mesh.devices.shape == (8, 1, 1)
 
 
 @pytest.mark.parametrize("strategy", ["split", "columns"])
@@ -82,9 +88,30 @@ def test_unequal_shares_and_devices_set_aside_for_rollout():
   )
   solver, verifier = plan.slices["solver"], plan.slices["verifier"]
   assert ids(solver.train_mesh) == [0, 1, 2, 3, 4]
-  assert ids(solver.rollout_mesh) == [5]
+  assert engines(solver) == [[5]]
   assert ids(verifier.train_mesh) == [6]
-  assert ids(verifier.rollout_mesh) == [7]
+  assert engines(verifier) == [[7]]
+
+
+@pytest.mark.parametrize(
+  ("mesh", "shape", "devices"),
+  [
+    ({"data": 2, "fsdp": 2, "tensor": 1}, (1, 2, 1), [[0, 1], [2, 3]]),
+    ({"data": 0, "fsdp": 1, "tensor": 2}, (1, 1, 2), [[0, 1], [2, 3]]),
+    ({"data": 1, "fsdp": 2, "tensor": 0}, (1, 2, 2), [[0, 1, 2, 3]]),
+    ({"data": 4, "fsdp": 1, "tensor": 1}, (1, 1, 1), [[0], [1], [2], [3]]),
+  ],
+)
+def test_data_is_the_number_of_engines_of_a_policy(mesh, shape, devices):
+  """Each on devices of its own; slots and prefill rows need not divide."""
+  odd = dataclasses.replace(POLICY.engine, num_slots=7, prefill_rows=3)
+  policy = dataclasses.replace(POLICY, engine=odd)
+  plan = make_plan(
+    strategy="split", policy=policy, rollout_mesh=config_lib.Mesh(**mesh)
+  )
+  for part, first in ((plan.slices["solver"], 0), (plan.slices["verifier"], 4)):
+    assert engines(part) == [[first + i for i in own] for own in devices]
+    assert {m.devices.shape for m in part.rollout_meshes} == {shape}
 
 
 def test_columns_take_the_same_devices_of_every_host():
@@ -92,16 +119,14 @@ def test_columns_take_the_same_devices_of_every_host():
     strategy="columns",
     shares={"solver": 3},
     train_mesh=config_lib.Mesh(data=2, fsdp=0),
-    policy=dataclasses.replace(
-      POLICY,
-      micro_batch=12,
-      engine=dataclasses.replace(POLICY.engine, num_slots=3, prefill_rows=3),
-    ),
+    policy=dataclasses.replace(POLICY, micro_batch=12),
   )
   layouts = placement.lay_out(config, num_hosts=2, num_local=4)
   assert layouts == {
-    "solver": placement.Layout((0, 1, 2), (0, 1, 2), (2, 3, 1), (3, 1, 1)),
-    "verifier": placement.Layout((3,), (3,), (2, 1, 1), (1, 1, 1)),
+    "solver": placement.Layout(
+      (0, 1, 2), ((0,), (1,), (2,)), (2, 3, 1), (1, 1, 1)
+    ),
+    "verifier": placement.Layout((3,), ((3,),), (2, 1, 1), (1, 1, 1)),
   }
 
 
@@ -152,18 +177,16 @@ def test_what_does_not_lay_out_is_refused(hosts, kwargs, parts):
 @pytest.mark.parametrize("rows", [1, 3, 6])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_rows_divide_or_the_numbers_are_named(rows, devices):
-  engine = dataclasses.replace(POLICY.engine, num_slots=8, prefill_rows=rows)
-  policy = dataclasses.replace(POLICY, micro_batch=rows, engine=engine)
+  policy = dataclasses.replace(POLICY, micro_batch=rows)
   config = make_config(("solver",), policy)
   if rows % devices == 0:
     assert placement.lay_out(config, 1, devices)
     return
   with pytest.raises(config_lib.ConfigError) as e:
     placement.lay_out(config, 1, devices)
-  first, second = str(e.value).splitlines()
-  assert first.startswith(f"policies.solver.micro_batch: {rows} rows")
-  assert f"multiples of {devices}" in first
-  assert second.startswith(f"policies.solver.engine.prefill_rows: {rows} rows")
+  [only] = str(e.value).splitlines()
+  assert only.startswith(f"policies.solver.micro_batch: {rows} rows")
+  assert f"multiples of {devices}" in only
 
 
 # -- bytes ---------------------------------------------------------------------
@@ -198,6 +221,62 @@ def test_bytes_of_the_arrays_are_those_of_real_ones():
     p.addressable_shards[0].data.nbytes for p in jax.tree.leaves(params)
   )
   assert size.state == 3 * held
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {},
+    {"cache_dtype": "int8", "page_size": 4},
+    {"cache_dtype": "bfloat16", "cache_tokens": 50, "page_size": 16},
+  ],
+)
+def test_bytes_of_an_engine_are_those_of_real_arrays(changes):
+  sizes = dataclasses.replace(POLICY.engine, num_slots=3, **changes)
+  policy = dataclasses.replace(POLICY, engine=sizes)
+  plan = make_plan(
+    names=("solver",),
+    policy=policy,
+    rollout_mesh=config_lib.Mesh(data=2, fsdp=2, tensor=2),
+  )
+  part = plan.slices["solver"]
+  tokenizer = types.SimpleNamespace(stop_ids=(1,), vocab_size=32)
+  mesh = part.rollout_meshes[1]
+  spec = backbone._engine_spec(policy, MODEL, mesh, tokenizer)
+  made = engine.PolicyEngine(spec)
+  made.num_pages = spec.max_pages
+  made.resume(None, 0)
+  held = {device: 0 for device in mesh.devices.flat}
+  for leaf in jax.tree.leaves(made.state.cache):
+    for shard in leaf.addressable_shards:
+      held[shard.device] += shard.data.nbytes
+  assert set(held.values()) == {placement.cache_bytes(policy, MODEL, mesh)}
+
+
+def test_the_pool_holds_what_the_slots_or_the_config_ask_for():
+  sizes = config_lib.Engine(num_slots=3, max_length=130)
+  assert placement.pool(sizes) == (3 + 3 * 3, 64)
+  sizes = dataclasses.replace(sizes, page_size=16)
+  assert placement.pool(sizes) == (3 + 3 * 9, 16)
+  sizes = dataclasses.replace(sizes, cache_tokens=200)
+  assert placement.pool(sizes) == (3 + 13, 16)
+
+
+def test_a_pool_costs_what_it_may_hold_and_prefills_no_square():
+  """Memory follows the tokens of the cache, whatever one sequence may have."""
+
+  def needs(**changes):
+    sizes = dataclasses.replace(POLICY.engine, **changes)
+    policy = dataclasses.replace(POLICY, engine=sizes)
+    layout = placement.lay_out(make_config(), 1, 8)["solver"]
+    return placement.measure(policy, MODEL, layout).engine
+
+  half = {"cache_tokens": 4096, "max_length": 1024, "num_slots": 8}
+  assert needs(**half | {"num_slots": 64}) == needs(**half)
+  one, two, four = (
+    needs(max_length=n, cache_tokens=8192) for n in (512, 1024, 2048)
+  )
+  assert four - two == 2 * (two - one), "a prefill grows with its tokens"
 
 
 def test_phases_do_not_add_up_where_slices_are_shared():
@@ -305,12 +384,15 @@ def test_sync_moves_all_to_the_rollout_devices(values, kwargs, rollout, dtype):
     **kwargs,
   ).slices["solver"]
   params = put(values, part.train_mesh)
-  where = sharding.shardings(AXES, values, part.rollout_mesh)
+  where = [sharding.shardings(AXES, values, m) for m in part.rollout_meshes]
   moved = placement.sync(params, where, dtype)
-  for name, array in moved.items():
-    assert {d.id for d in array.devices()} == rollout
-    assert array.sharding == where[name]
-    np.testing.assert_array_equal(array, values[name].astype(dtype))
+  assert len(moved) == len(rollout) // 2
+  for own, target, mesh in zip(moved, where, part.rollout_meshes, strict=True):
+    for name, array in own.items():
+      assert array.sharding == target[name]
+      assert array.devices() == set(mesh.devices.flat)
+      np.testing.assert_array_equal(array, values[name].astype(dtype))
+  assert {d.id for x in moved for d in x["w"].devices()} == rollout
   compiled = placement._program.cache_info().misses
   placement.sync(params, where, dtype)
   assert placement._program.cache_info().misses == compiled
@@ -324,13 +406,15 @@ def unstack(params):
 def test_sync_in_another_layout(values, aside):
   part = make_plan(strategy="split", rollout_devices=aside).slices["solver"]
   axes = {"w": AXES["w"], "layers": [AXES["layers"][1:]] * 2}
-  where = sharding.shardings(axes, unstack(values), part.rollout_mesh)
+  meshes = part.rollout_meshes
+  where = [sharding.shardings(axes, unstack(values), m) for m in meshes]
   params = put(values, part.train_mesh)
   moved = placement.sync(params, where, "float32", unstack)
-  for i in range(2):
-    layer = moved["layers"][i]
-    assert layer.devices() == set(part.rollout_mesh.devices.flat)
-    np.testing.assert_array_equal(layer, values["layers"][i])
+  for own, mesh in zip(moved, meshes, strict=True):
+    for i in range(2):
+      layer = own["layers"][i]
+      assert layer.devices() == set(mesh.devices.flat)
+      np.testing.assert_array_equal(layer, values["layers"][i])
 
 
 def test_an_engine_never_sees_what_an_update_donated(values):
@@ -342,7 +426,7 @@ def test_an_engine_never_sees_what_an_update_donated(values):
     donate_argnums=0,
     out_shardings=where,
   )
-  moved = placement.sync(params, where, "float32")
+  [moved] = placement.sync(params, [where], "float32")
   step(params)
   assert params["w"].is_deleted()  # the update did take the buffers
   for name, array in moved.items():

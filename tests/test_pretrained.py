@@ -113,6 +113,8 @@ def _continue(policy, prompts):
     steps_per_call=8,
     stop_ids=tokenizer.stop_ids,
     vocab_size=tokenizer.vocab_size,
+    page_size=64,
+    max_pages=1 + 4 * 3,
   )
   sampler = Sampler(engine.PolicyEngine(spec), tokenizer)
   sampler.resume(

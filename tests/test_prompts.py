@@ -183,6 +183,43 @@ def test_what_a_chat_knows():
   assert chat.ask(user("r"), FAR).split
 
 
+# -- heads ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen25", "qwen3", "llama32"])
+def test_a_head_is_what_stands_before_the_last_message(tokenizers, family):
+  tokenizer = tokenizers[family]
+  system = {"role": "system", "content": "Be brief. " * 9}
+  asked = [
+    prompts.Chat(tokenizer).ask([system, *user(text)], FAR)
+    for text in ("What is 2 + 3?", "\n\nAnd", "<|im_end|>", "")
+  ]
+  common = tokenizer.render([system, *user("")], open=False)
+  for prompt in asked:
+    head = tokenizer.decode(prompt.ids[: prompt.head], control=True)
+    assert common.startswith(head.rstrip()) and "Be brief. " * 8 in head
+    assert 32 <= prompt.head < len(prompt.ids)
+  heads = [p.ids[: p.head].tolist() for p in asked]
+  assert heads[0] == heads[2] == heads[3], "questions do not change it"
+  chat = prompts.Chat(tokenizer)
+  chat.ask([system, *user("q")], FAR)
+  chat.hear(0, stopped(tokenizer, "a"), "a")
+  assert chat.ask(user("r"), FAR).head == 0
+
+
+def test_a_head_is_of_the_ids_that_are_left(tokenizers):
+  tokenizer = tokenizers["qwen25"]
+  said = (("solver", SOLUTION),)
+  whole = ask(tokenizer, said, FAR)
+  limit = len(whole.ids) - 100
+  for cut in ("foreign", "right"):
+    assert ask(tokenizer, said, limit, cut).head == whole.head > 100
+  assert ask(tokenizer, said, limit, "left").head == 0
+  narrow = whole.head // 2
+  assert ask(tokenizer, said, narrow, "right").head == narrow - 1
+  assert ask(tokenizer, said, 32, "right").head == 0
+
+
 # -- limits --------------------------------------------------------------------
 
 
@@ -297,6 +334,8 @@ def test_few_renders(tokenizers, unit, monkeypatch):
     tokenizer, "render", lambda m: renders.append(m) or render(m)
   )
   said = tuple(("solver", unit * 500) for _ in range(4))
+  assert not ask(tokenizer, said, FAR).cut
+  renders.clear()  # among them the head's, once for all prompts of a template
   assert not ask(tokenizer, said, FAR).cut
   assert len(renders) == 1
   limit = len(ask(tokenizer, (), FAR).ids) + 300

@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import itertools
 import types as pytypes
+import zlib
 
 import families
 import numpy as np
@@ -41,11 +43,13 @@ class Words:
 class Scripted:
   """A sampler that answers from a function, at most `width` at a time."""
 
-  def __init__(self, answer, width=3, order=1, tokenizer=None):
+  def __init__(self, answer, width=3, order=1, tokenizer=None, num_slots=32):
     self.answer, self.width, self.order = answer, width, order
     self.queue, self.running, self.asked = [], [], []
-    self.faults = {}
-    self.engine = pytypes.SimpleNamespace(key=None)
+    self.faults, self.forgotten = {}, []
+    self.engine = pytypes.SimpleNamespace(
+      key=None, max_concurrent_decodes=num_slots
+    )
     self.tokenizer = tokenizer or Words()
 
   @property
@@ -61,6 +65,10 @@ class Scripted:
   def cancel(self, wanted):
     self.queue = [r for r in self.queue if not wanted(r)]
     self.running = [r for r in self.running if not wanted(r)]
+
+  def forget(self, position, episode):
+    assert not any(r.id[:2] == (position, episode) for r in self.running)
+    self.forgotten.append((position, episode))
 
   def dispatch(self):
     self.running += self.queue[: self.width]
@@ -215,14 +223,64 @@ def test_gather_orders_and_seeds_turns_whichever_ends_first(tmp_path):
   assert all(actions == found[0] for actions in found)
 
 
+def test_turns_go_on_from_those_that_have_ended_in_any_case():
+  """Rule 26: what ended by chance, among what runs side by side, is no parent.
+
+  Numbers of turns in a gather stand for their paths here.
+  """
+
+  async def run(task, call):
+    async def chain(agent):
+      await call(agent, "1")
+      await gather(call(agent, "2"), call(agent, "3"))
+      return await call(agent, "4")
+
+    await call("a", "0")
+    await call("b", "0")
+    await gather(chain("a"), chain("a"), chain("b"), call("a", "5"))
+    return await call("a", "6")
+
+  before = None
+  for width, order in ((64, 1), (64, -1), (1, 1), (2, -1)):
+    _, samplers = play(run, won, width=width, order=order, num_tasks=1, size=1)
+    asked = [r for s in samplers.values() for r in s.asked]
+    assert all(p[:2] == r.id[:2] for r in asked for p in r.parents)
+    parents = {r.id[2]: [p[2] for p in r.parents] for r in asked}
+    assert before is None or parents == before
+    before = parents
+    for sampler in samplers.values():
+      assert sampler.forgotten == [(10, 0)]
+    assert {r.kind for r in samplers["p"].asked} == {"a"}
+  names = {
+    zlib.crc32(str(path).encode()) >> 2 | 1 << 30: path
+    for path in itertools.chain(
+      [(2, c, i) for c in range(4) for i in range(3)],
+      [(2, c, 1, j, 0) for c in range(3) for j in range(2)],
+    )
+  }
+  found = {
+    names.get(turn, (turn,)): [names.get(p, (p,)) for p in of]
+    for turn, of in before.items()
+  }
+  assert found[0,] == found[1,] == []
+  assert found[2, 3, 0] == found[2, 1, 0] == [(0,)]
+  assert found[2, 1, 1, 0, 0] == found[2, 1, 1, 1, 0] == [(0,), (2, 1, 0)]
+  of_child = [(2, 0, 0), (2, 0, 1, 0, 0), (2, 0, 1, 1, 0)]
+  assert found[2, 0, 2] == [(0,), *of_child]
+  assert found[2, 2, 2][0] == (1,), "of the same policy"
+  assert len(found[3,]) == 10 and found[3,] == sorted(found[3,])
+
+
 def test_a_fault_loses_its_episode_and_nothing_else():
   def answer(key):
     return Fault("deadline", "late", True) if key == (11, 1, 0) else "ok"
 
-  groups, _ = play(two_turns, won, answer)
+  groups, samplers = play(two_turns, won, answer)
   assert [e.status for g in groups for e in g.episodes] == (
     ["ok"] * 4 + ["failed", "ok"]
   )
+  for sampler in samplers.values():  # nothing is kept of any episode
+    assert len(set(sampler.forgotten)) == len(sampler.forgotten) == 6
   failed = groups[1].episodes[1]
   assert failed.fault.kind == "deadline" and failed.outcome is None
   rows = rewards.row_scores(groups, {"a": 0.0, "b": 0.0})

@@ -22,14 +22,21 @@ def test_spec_follows_the_table(mesh):
 
 def test_a_dim_that_does_not_divide_stays_whole(mesh):
   assert sharding.spec(("embed", "mlp"), (7, 6), mesh) == P(None, ("tensor",))
-  assert sharding.spec(("slots",), (2,), mesh) == P(None)
+  assert sharding.spec(("batch",), (3,), mesh) == P(None)
+
+
+def test_a_dim_takes_the_axes_that_divide_it(mesh):
+  # kv heads over tensor and fsdp, or as far as there are heads.
+  assert sharding.spec(("cache_heads",), (4,), mesh) == P(("tensor", "fsdp"))
+  assert sharding.spec(("cache_heads",), (2,), mesh) == P(("tensor",))
+  assert sharding.spec(("slots", "cache_heads"), (8, 3), mesh) == P(None, None)
 
 
 def test_a_mesh_axis_is_used_once(mesh):
   got = sharding.spec(("heads", "mlp"), (4, 4), mesh)
   assert got == P(("tensor",), None)
   # The rows have taken fsdp already.
-  got = sharding.spec(("slots", "embed"), (8, 8), mesh)
+  got = sharding.spec(("batch", "embed"), (8, 8), mesh)
   assert got == P(("data", "fsdp"), None)
 
 

@@ -86,6 +86,8 @@ def sample(policy, num_slots):
     steps_per_call=8,
     stop_ids=tokenizer.stop_ids,
     vocab_size=tokenizer.vocab_size,
+    page_size=64,
+    max_pages=1 + 5 * num_slots,
   )
   sampler = Sampler(engine.PolicyEngine(spec), tokenizer)
   rollout_params = placement.sync(

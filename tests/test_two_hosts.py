@@ -22,7 +22,7 @@ XLA_FLAGS = (
 
 
 def start(workdir, *flags, faults=("none", "none"), **env):
-  """Both processes of a run in columns."""
+  """Both processes of a run in columns, two engines of a policy on each."""
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     port = s.getsockname()[1]
@@ -30,6 +30,7 @@ def start(workdir, *flags, faults=("none", "none"), **env):
     small_run.start(
       workdir,
       "--config.placement.strategy=columns",
+      "--config.placement.rollout_mesh={'data': 2, 'fsdp': 1}",
       f"--config.steps={STEPS}",
       f"--coordinator_address=127.0.0.1:{port}",
       "--num_processes=2",

@@ -131,20 +131,3 @@ def attend(
   return out.transpose(0, 3, 1, 2, 4).reshape(
     rows, num_tokens, num_heads, head_dim
   )
-
-
-def append(
-  cache: dict[str, Array],
-  k: Float[Array, "B T K C"],
-  v: Float[Array, "B T K C"],
-  positions: Int[Array, "B T"],
-) -> dict[str, Array]:
-  """Writes keys and values at `positions`; what falls outside is dropped."""
-  rows = jnp.arange(k.shape[0])[:, None]
-  # Positions of a row are contiguous, so no entry is written twice.
-  put = {"mode": "drop", "unique_indices": True}
-  keys, values = cache["keys"], cache["values"]
-  return {
-    "keys": keys.at[rows, :, :, positions].set(k.astype(keys.dtype), **put),
-    "values": values.at[rows, :, positions].set(v.astype(values.dtype), **put),
-  }

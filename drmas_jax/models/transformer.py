@@ -1,7 +1,7 @@
 """The one decoder: llama, qwen2 and qwen3 are settings of it.
 
-`forward(params, inputs, cache)` is all that learner and engine receive. Params
-are a plain tree of arrays:
+`forward(params, inputs, cache, pages)` is all that learner and engine receive.
+Params are a plain tree of arrays:
 
     embedding        [V, D]
     layers           {attention: .., mlp: .., *_norm: ..}, stacked [L, ..]
@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from drmas_jax import sharding
-from drmas_jax.models import layers
+from drmas_jax.models import kernels, layers, paged
 from drmas_jax.models.layers import RopeScaling
 
 Params = dict[str, Any]
@@ -72,7 +72,7 @@ class Inputs(NamedTuple):
   Attributes:
     tokens: [B, T] int32.
     positions: [B, T] int32, within the segment.
-    segment_ids: [B, T] int32, 0 for padding; not read where there is a cache.
+    segment_ids: [B, T] int32, 0 for padding.
     policy_index: [B] int32, the adapter of a row; 0 until adapters exist.
   """
 
@@ -89,13 +89,20 @@ class View(NamedTuple):
     positions: [B, T].
     sin: [B, T, 1, C/2], rotary.
     cos: [B, T, 1, C/2].
-    mask: [B, T, S], True where the token may look; S = T without a cache.
+    mask: [B, T, T], True where a token may look, where there is no cache.
+    pages: where the rows' tokens are, where there is one.
   """
 
   positions: jax.Array
   sin: jax.Array
   cos: jax.Array
-  mask: jax.Array
+  mask: jax.Array | None
+  pages: paged.Pages | None
+
+  @property
+  def rows(self) -> str:
+    """Logical axis of the rows."""
+    return "batch" if self.pages is None else "slots"
 
 
 # -- parameters ----------------------------------------------------------------
@@ -154,13 +161,15 @@ class Attention(nn.Module):
       q = layers.rms_norm(q, q_scale, c.norm_eps)
       k = layers.rms_norm(k, k_scale, c.norm_eps)
     q, k = (layers.rope(n, view.sin, view.cos) for n in (q, k))
-    q = sharding.constrain(q, ("batch", "length", *heads), mesh)
     if cache is None:
+      q = sharding.constrain(q, ("batch", "length", *heads), mesh)
       keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+      out = layers.attend(q, keys, values, view.mask)
     else:
-      cache = layers.append(cache, k, v, view.positions)
-      keys, values = (cache[n].astype(q.dtype) for n in ("keys", "values"))
-    out = layers.attend(q, keys, values, view.mask)
+      held = ("slots", "length", "cache_heads", None)
+      q, k, v = (sharding.constrain(n, held, mesh) for n in (q, k, v))
+      cache = paged.append(cache, k, v, view.positions, view.pages)
+      out = paged.attend(q, cache, view.positions, view.pages, mesh)
     return layers.product(out, w_o, num_in=2), cache
 
 
@@ -170,13 +179,13 @@ class Mlp(nn.Module):
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x, mesh):
+  def __call__(self, x, view, mesh):
     d, f = self.config.embed_dim, self.config.mlp_dim
     gate = _param(self, "gate", (d, f), ("embed", "mlp"))
     up = _param(self, "up", (d, f), ("embed", "mlp"))
     down = _param(self, "down", (f, d), ("mlp", "embed"))
     y = jax.nn.silu(layers.product(x, gate)) * layers.product(x, up)
-    y = sharding.constrain(y, ("batch", "length", "mlp"), mesh)
+    y = sharding.constrain(y, (view.rows, "length", "mlp"), mesh)
     return layers.product(y, down)
 
 
@@ -194,10 +203,10 @@ class Block(nn.Module):
     mlp_norm = _param(self, "mlp_norm", (c.embed_dim,), ("embed",), _ones)
     y = layers.rms_norm(x, attention_norm, c.norm_eps)
     y, cache = Attention(c, name="attention")(y, view, cache, mesh)
-    x = sharding.constrain(x + y, ("batch", "length", None), mesh)
+    x = sharding.constrain(x + y, (view.rows, "length", None), mesh)
     y = layers.rms_norm(x, mlp_norm, c.norm_eps)
-    x += Mlp(c, name="mlp")(y, mesh)
-    return sharding.constrain(x, ("batch", "length", None), mesh), cache
+    x += Mlp(c, name="mlp")(y, view, mesh)
+    return sharding.constrain(x, (view.rows, "length", None), mesh), cache
 
 
 class Ends(nn.Module):
@@ -275,33 +284,36 @@ def unstack(params: Params) -> Params:
 
 # -- cache ---------------------------------------------------------------------
 
-_CACHE_AXES = {
-  "keys": ("slots", "kv_heads", "head_dim", "length"),
-  "values": ("slots", "kv_heads", "length", "head_dim"),
-}
-
 
 def init_cache(
-  config: DecoderConfig, num_rows: int, length: int, dtype: Any
+  config: DecoderConfig, num_pages: int, page_size: int, dtype: Any
 ) -> Cache:
-  """One entry a layer: keys [B, K, C, S] and values [B, K, S, C]."""
-  size = {
-    "slots": num_rows,
-    "kv_heads": config.num_kv_heads,
-    "head_dim": config.head_dim,
-    "length": length,
-  }
+  """One pool a layer; dtype float32, bfloat16 or int8 (`paged`)."""
   return [
-    {
-      name: jnp.zeros([size[a] for a in axes], dtype)
-      for name, axes in _CACHE_AXES.items()
-    }
+    paged.init(
+      num_pages, page_size, config.num_kv_heads, config.head_dim, dtype
+    )
     for _ in range(config.num_layers)
   ]
 
 
-def cache_axes(config: DecoderConfig) -> list[dict[str, sharding.Axes]]:
-  return [dict(_CACHE_AXES) for _ in range(config.num_layers)]
+def cache_axes(
+  config: DecoderConfig, dtype: Any
+) -> list[dict[str, sharding.Axes]]:
+  """Of every leaf of a cache. Those with "length" have a place for each token
+  of a page; one without would hold a state as it is behind a page."""
+  return [paged.axes(dtype) for _ in range(config.num_layers)]
+
+
+def fused(config: DecoderConfig, page_size: int, mesh: Mesh) -> bool:
+  """Whether tokens are decoded by a kernel that reads the pool as it lies."""
+  return kernels.implementation(mesh, page_size, config.head_dim) is not None
+
+
+def rewinds(config: DecoderConfig) -> bool:
+  """Whether a cache serves any beginning of what it holds."""
+  del config
+  return True
 
 
 # -- forward -------------------------------------------------------------------
@@ -311,6 +323,7 @@ def forward(
   params: Params,
   inputs: Inputs,
   cache: Cache | None = None,
+  pages: paged.Pages | None = None,
   *,
   config: DecoderConfig,
   mesh: Mesh | None = None,
@@ -319,24 +332,24 @@ def forward(
 
   Without a cache a token sees the earlier tokens of its own segment, and
   itself. With one, the T tokens of a row, at contiguous positions, are written
-  to the row's cache and token t then sees the entries s <= positions[b, t].
-  Later entries may hold any finite number: they are overwritten before they
-  are seen, so padding at the end of a prompt needs no mask. Writes beyond the
-  cache's length are dropped.
+  to the row's pages and token t then sees all of them up to positions[b, t].
+  What is behind is overwritten before it is seen, so padding at the end of a
+  prompt needs no mask.
 
   Args:
     params: stacked; with a cache also as `unstack` returns them.
     inputs: rows of T tokens; T = 1 in decoding.
     cache: as `init_cache` makes it, or None.
+    pages: where in the cache the rows are.
     config: sizes and switches.
     mesh: where the activations are laid; None on one device.
 
   Returns:
     Hidden states and the updated cache.
   """
-  view = _view(inputs, cache, config)
+  view = _view(inputs, pages, config)
   x = params["embedding"][inputs.tokens].astype(config.compute_dtype)
-  x = sharding.constrain(x, ("batch", "length", None), mesh)
+  x = sharding.constrain(x, (view.rows, "length", None), mesh)
   if cache is None:
     x = _scan(params["layers"], x, view, config, mesh)
   else:
@@ -380,22 +393,21 @@ def _unroll(config: DecoderConfig) -> int:
   return min(config.num_layers, 8) if narrow else 1
 
 
-def _view(inputs: Inputs, cache: Cache | None, config: DecoderConfig) -> View:
-  positions = inputs.positions
-  if cache is None:
+def _view(
+  inputs: Inputs, pages: paged.Pages | None, config: DecoderConfig
+) -> View:
+  mask = None
+  if pages is None:
     segments = inputs.segment_ids
-    order = jnp.arange(positions.shape[1])
+    order = jnp.arange(segments.shape[1])
     # Padding sees padding, so that no softmax is over nothing.
     mask = (segments[:, :, None] == segments[:, None, :]) & (
       order[:, None] >= order[None, :]
     )
-  else:
-    entries = jnp.arange(cache[0]["values"].shape[2])
-    mask = entries <= positions[:, :, None]
   angles = layers.rope_angles(
-    positions, config.head_dim, config.rope_theta, config.rope_scaling
+    inputs.positions, config.head_dim, config.rope_theta, config.rope_scaling
   )
-  return View(positions, *angles, mask)
+  return View(inputs.positions, *angles, mask, pages)
 
 
 def head(params: Params, config: DecoderConfig) -> Float[Array, "D V"]:

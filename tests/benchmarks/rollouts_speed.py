@@ -1,0 +1,244 @@
+"""Parts a to d of `rollouts.py`: against the peers, and each switch by itself.
+
+Every part is `part(args, peers) -> figures`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import rollouts_lab as lab
+import rollouts_team
+
+from drmas_jax.sampler import Request, Sampler
+
+
+def uniform(args, peers: Sequence[lab.Peer]) -> dict:
+  """a. 32 sequences of 64 + 128 tokens, none of which ends early."""
+  num = 32
+  sampler = lab.make_sampler(lab.random_params())
+  prompts = lab.prompts(num)
+  runs = {
+    "this": lambda: lab.timed(lambda: lab.serve(sampler, _alone(prompts)))
+  }
+  for way in lab.ways(peers):
+    runs[way.name] = way.run(prompts, lab.NEW, num)
+  costs = lab.in_turns(runs, args.rounds)
+  return lab.compare(costs, "this", num * lab.NEW)
+
+
+def group(args, peers: Sequence[lab.Peer]) -> dict:
+  """b. 8 prompts x 8 samples of skewed lengths; useful tokens are counted.
+
+  The peers decode a batch until its longest sequence ends. They get the batch
+  of 64 or of 32 that each is faster with.
+  """
+  sampler = lab.make_sampler(lab.random_params(), stop_ids=lab.stop_ids())
+  prompts = lab.prompts(8)
+  requests = functools.partial(_groups, prompts, 8, shared_by=8)
+  ended = lab.serve(sampler, requests())
+  lengths = np.array([len(c.ids) for c in ended.values()])
+  runs = {"this": lambda: lab.timed(lambda: lab.serve(sampler, requests()))}
+  rows, longest = np.repeat(prompts, 8, axis=0), int(lengths.max())
+  for way in lab.ways(peers):
+    tried = {n: way.run(rows, longest, n) for n in (64, 32)}
+    once = {n: (run(), run())[1] for n, run in tried.items()}
+    runs[way.name] = tried[min(once, key=lambda n, once=once: once[n].cpu)]
+  costs = lab.in_turns(runs, args.rounds)
+  return {
+    "median_length": float(np.median(lengths)),
+    "longest": longest,
+  } | lab.compare(costs, "this", int(lengths.sum()))
+
+
+def team(args, peers: Sequence[lab.Peer]) -> dict:
+  """c. The math orchestra, 8 tasks x 8, against a barrier at each call."""
+  del peers
+  params = lab.random_params()
+  found = {}
+  for name, policy_of in rollouts_team.POLICIES.items():
+    runs, tokens, steps = {}, {}, {}
+    for kind in (Sampler, rollouts_team.LockStep):
+      made = rollouts_team.make(kind, policy_of, params)
+      tokens[kind.__name__] = rollouts_team.play(made, 8, 8)
+      steps[kind.__name__] = sum(s.counts.steps for s in made.samplers.values())
+      runs[kind.__name__] = lambda made=made: lab.timed(
+        lambda: rollouts_team.play(made, 8, 8)
+      )
+    if len(set(tokens.values())) != 1:
+      raise RuntimeError(f"the two played different episodes: {tokens}")
+    costs = lab.in_turns(runs, args.rounds)
+    found[name] = lab.compare(costs, "Sampler", tokens["Sampler"])
+    found[name]["steps"] = steps
+  return found
+
+
+def switches(args, peers: Sequence[lab.Peer]) -> dict:
+  """d. Each means on and off; a ratio says what being off costs."""
+  del peers
+  params = lab.random_params()
+  found = {}
+  for part in (_fusion, _slots, _growth, _sharing, _head, _chat, _cache):
+    name = part.__name__.strip("_")
+    runs, num_tokens = part(params)
+    costs = lab.in_turns(runs, args.rounds)
+    found[name] = lab.compare(costs, next(iter(runs)), num_tokens)
+    print(name, found[name], flush=True)
+  return found
+
+
+# -- switches: each gives runs, of which the first is the one that is on -------
+
+Runs = dict[str, Callable[[], lab.Cost]]
+
+
+def _serves(sampler: Sampler, requests: Callable[[], list[Request]]):
+  return lambda: lab.timed(lambda: lab.serve(sampler, requests()))
+
+
+def _fusion(params) -> tuple[Runs, int]:
+  """Steps in one call."""
+  prompts = lab.prompts(32)
+  runs = {}
+  for steps in (16, 1, 4, 64):
+    sampler = lab.make_sampler(params, steps_per_call=steps)
+    runs[f"{steps} steps"] = _serves(sampler, lambda: _alone(prompts))
+  return runs, 32 * lab.NEW
+
+
+def _slots(params) -> tuple[Runs, int]:
+  prompts = lab.prompts(64)
+  runs = {}
+  for slots in (32, 8, 16, 64):
+    sampler = lab.make_sampler(params, num_slots=slots)
+    runs[f"{slots} slots"] = _serves(sampler, lambda: _alone(prompts))
+  return runs, 64 * lab.NEW
+
+
+def _growth(params) -> tuple[Runs, int]:
+  """A pool that begins small and grows, against one of full size."""
+  prompts, weights = lab.prompts(32), lab.rollout_params(params)
+
+  def run(share: int):
+    sampler = lab.make_sampler(params)
+    engine = sampler.engine
+
+    def begin():
+      # Of so small a model the pool would be full from the start.
+      engine.num_pages = engine.spec.max_pages // share
+      sampler.resume(weights, 0)
+      lab.serve(sampler, _alone(prompts))
+
+    return lambda: lab.timed(begin)
+
+  runs = {"grows from an eighth": run(8), "full at once": run(1)}
+  return runs, 32 * lab.NEW
+
+
+def _sharing(params) -> tuple[Runs, int]:
+  """The prompt of a group, prefilled once."""
+  prompts = lab.prompts(8, 256)
+  sampler = lab.make_sampler(params, max_length=320, prefill_buckets=(256,))
+  runs = {
+    f"shared by {n}": _serves(
+      sampler, functools.partial(_groups, prompts, 8, 32, shared_by=n)
+    )
+    for n in (8, 1)
+  }
+  return runs, 64 * 32
+
+
+def _head(params) -> tuple[Runs, int]:
+  """The template's beginning, prefilled once for all tasks."""
+  prompts = lab.prompts(64, 256)
+  prompts[:, :192] = prompts[0, :192]
+  weights = lab.rollout_params(params)
+  sampler = lab.make_sampler(params, max_length=320, prefill_buckets=(64, 256))
+
+  def run(head: int):
+    def begin():
+      sampler.resume(weights, 0)  # or the head would be there already
+      lab.serve(sampler, _alone(prompts, 32, head=head))
+
+    return lambda: lab.timed(begin)
+
+  return {"head of 192": run(192), "no head": run(0)}, 64 * 32
+
+
+def _chat(params) -> tuple[Runs, int]:
+  """Ten turns of 100 tokens: 84 that are new and 16 sampled."""
+  episodes, turns, sampled = 16, 10, 16
+  new = lab.prompts(episodes * turns, 84).reshape(episodes, turns, -1)
+  sampler = lab.make_sampler(
+    params, max_length=1024, prefill_buckets=(128, 256, 512, 1024)
+  )
+
+  def play(parents: bool):
+    past = [np.zeros([0], np.int32)] * episodes
+    for turn in range(turns):
+      prompts = [
+        np.concatenate([past[e], new[e, turn]]) for e in range(episodes)
+      ]
+      earlier = range(turn if parents else 0)
+      done = lab.serve(
+        sampler,
+        [
+          lab.request(
+            (e, 0, turn),
+            prompts[e],
+            sampled,
+            parents=tuple((e, 0, t) for t in earlier),
+          )
+          for e in range(episodes)
+        ],
+        keep=True,
+      )
+      past = [
+        np.concatenate([prompts[e], done[e, 0, turn].ids])
+        for e in range(episodes)
+      ]
+    for episode in range(episodes):
+      sampler.forget(episode, 0)
+
+  runs = {
+    "earlier turns reused": lambda: lab.timed(lambda: play(True)),
+    "prefilled anew": lambda: lab.timed(lambda: play(False)),
+  }
+  return runs, episodes * turns * sampled
+
+
+def _cache(params) -> tuple[Runs, int]:
+  """The cache's dtype, where sequences are long."""
+  prompts = lab.prompts(32, 960)
+  runs = {}
+  for dtype in ("float32", "bfloat16", "int8"):
+    sampler = lab.make_sampler(
+      params, max_length=1024, prefill_buckets=(960,), cache_dtype=dtype
+    )
+    runs[dtype] = _serves(sampler, lambda: _alone(prompts, 64))
+  return runs, 32 * 64
+
+
+# -- requests ------------------------------------------------------------------
+
+
+def _alone(prompts: np.ndarray, new: int = lab.NEW, **changes) -> list[Request]:
+  """Of different tasks."""
+  return [
+    lab.request((i, 0, 0), prompt, new, **changes)
+    for i, prompt in enumerate(prompts)
+  ]
+
+
+def _groups(
+  prompts: np.ndarray, size: int, new: int = lab.NEW, **changes
+) -> list[Request]:
+  """`size` episodes of every prompt."""
+  return [
+    lab.request((i, episode, 0), prompt, new, **changes)
+    for i, prompt in enumerate(prompts)
+    for episode in range(size)
+  ]
+
+
+PARTS = {"a": uniform, "b": group, "c": team, "d": switches}
