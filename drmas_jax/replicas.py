@@ -31,6 +31,10 @@ class Engines:
     return self._all[0].spec
 
   @property
+  def shapes(self) -> set[tuple[str, str]]:
+    return set().union(*(engine.shapes for engine in self._all))
+
+  @property
   def max_concurrent_decodes(self) -> int:
     return sum(engine.max_concurrent_decodes for engine in self._all)
 

@@ -200,8 +200,9 @@ class Sampler:
         "before the weights change"
       )
     self._running = None
+    for what in (self._rows, self._inserts, self._left):
+      what.clear()  # the first two are not empty if `dispatch` raised
     self._prefixes.clear()
-    self._left.clear()
     self.engine.release()
 
   # -- requests ----------------------------------------------------------------
@@ -316,6 +317,7 @@ class Sampler:
       self._leave_group(job)
     elif job.slot is None:
       self._parked.remove(job)
+      job.copy = None  # the job itself is watched until its deadline
     else:
       self._prefixes.pages.give(self._vacate(job))
 

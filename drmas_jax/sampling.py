@@ -55,17 +55,24 @@ def sample(
   total = jnp.sum(mass, axis=-1)
   barred = jnp.any(banned >= 0, axis=-1)
   narrow = (top_k > 0) | (top_p < 1) | barred
-  kept = jax.lax.cond(
-    jnp.any(narrow),
-    lambda: _truncate(_without(logits, banned), top_k, top_p),
-    lambda: logits,
+
+  def truncated():
+    kept = _truncate(_without(logits, banned), top_k, top_p)
+    # What is banned may have all but the whole mass: the rest is scaled anew.
+    most = jnp.where(barred, jnp.max(kept, axis=-1), 0.0)
+    scaled = jnp.exp(kept - most[:, None])
+    # Elsewhere it is the very mass, whatever others ask for (rule 26).
+    same = jnp.where(jnp.isfinite(kept), mass, 0.0)
+    return kept, jnp.where(barred[:, None], scaled, same), most
+
+  kept, kept_mass, most = jax.lax.cond(
+    jnp.any(narrow), truncated, lambda: (logits, mass, jnp.zeros_like(total))
   )
-  kept_mass = jax.lax.cond(jnp.any(narrow), lambda: jnp.exp(kept), lambda: mass)
   uniform = jax.vmap(jax.random.uniform)(keys)
   drawn, kept_total = _invert(kept_mass, uniform)
   token = jnp.where(greedy, jnp.argmax(kept, axis=-1), drawn).astype(jnp.int32)
   logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-  log_kept = jnp.minimum(jnp.log(kept_total / total), 0.0)
+  log_kept = jnp.minimum(jnp.log(kept_total / total) + most, 0.0)
   return Sample(
     token,
     logprob - jnp.log(total),
@@ -124,8 +131,10 @@ def _truncate(
   k = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
   by_rank = jnp.where(jnp.arange(size) < k[:, None], ordered, -jnp.inf)
   mass = jnp.cumsum(jax.nn.softmax(by_rank, axis=-1), axis=-1)
-  # A rank stays while the mass of those before it is short of top_p.
+  # A rank stays while the mass of those before it is short of top_p. At 1 all
+  # do: a rounded sum gets there early, and others' settings would be felt.
   before = jnp.concatenate([jnp.zeros_like(mass[:, :1]), mass[:, :-1]], -1)
-  by_rank = jnp.where(before < top_p[:, None], by_rank, -jnp.inf)
+  stays = (before < top_p[:, None]) | (top_p >= 1)[:, None]
+  by_rank = jnp.where(stays, by_rank, -jnp.inf)
   lowest = jnp.min(jnp.where(jnp.isfinite(by_rank), by_rank, jnp.inf), -1)
   return jnp.where(logits >= lowest[:, None], logits, -jnp.inf)

@@ -488,6 +488,16 @@ def test_release_leaves_nothing_and_resume_compiles_nothing(family, compiled):
 
 
 @pytest.mark.quick
+def test_the_shapes_that_were_compiled_are_known(plain):
+  _, made = run(make_engine(plain), plain, [ask((0, 0, 0), range(3, 30))])
+  assert made.engine.shapes == {
+    ("pool", f"9 x {PAGE} tokens"),
+    ("prefill", f"2 x {MAX_LENGTH} tokens"),
+    ("generate", "4 slots on 44 pages"),
+  }
+
+
+@pytest.mark.quick
 def test_one_compilation(plain, compiled):
   """Engines of equal shape share their programs."""
   run(make_engine(plain), plain, requests(num=8))

@@ -401,6 +401,32 @@ def test_other_rows_change_no_bit_of_a_row(params):
 
 
 @pytest.mark.quick
+def test_the_number_of_pages_changes_no_bit_of_a_row():
+  """Rule 26, where each page has an owner: there are few pages, or many."""
+  num_heads, size = 4, 8
+  rng = np.random.default_rng(0)
+  most = 1024
+  pool = {
+    "keys": rng.normal(size=[most, 2, 16, size]).astype(np.float32),
+    "values": rng.normal(size=[most, 2, size, 16]).astype(np.float32),
+  }
+  q = rng.normal(size=[3, 1, num_heads, 16]).astype(np.float32)
+  at = np.full((3, 1), 21)
+  attend = jax.jit(paged.attend)
+
+  def first_row(num):
+    owner, block = np.full([2, num], 2, np.int32)
+    owner[:3], block[:3] = 0, np.arange(3)
+    cache = {name: x[:num] for name, x in pool.items()}
+    return attend(q, cache, at, paged.Pages(at, None, owner, block))[0]
+
+  want = first_row(most)
+  fewest = paged.fewest(num_heads, size)
+  for num in (fewest, 2 * fewest + 1):
+    np.testing.assert_array_equal(first_row(num), want)
+
+
+@pytest.mark.quick
 def test_an_int8_cache_is_close(params):
   tokens = _tokens(2, 12)
   full, _ = forward(params, _inputs(tokens), config=CONFIG)

@@ -253,6 +253,18 @@ def test_bytes_of_an_engine_are_those_of_real_arrays(changes):
   assert set(held.values()) == {placement.cache_bytes(policy, MODEL, mesh)}
 
 
+def test_what_decoding_works_on_is_no_larger_than_the_pool():
+  """The plan counts it as large as that."""
+  sizes = config_lib.Engine(num_slots=5, max_length=1024, page_size=64)
+  policy = dataclasses.replace(POLICY, engine=sizes)
+  mesh = make_plan(names=("solver",)).slices["solver"].rollout_meshes[0]
+  tokenizer = types.SimpleNamespace(stop_ids=(1,), vocab_size=32)
+  spec = backbone._engine_spec(policy, MODEL, mesh, tokenizer)
+  full = [range(1, 1 + spec.pages_per_row)] * 5
+  ids, _ = engine.PolicyEngine(spec)._in_a_row(full)
+  assert len(ids) == 1 + 5 * 16 <= placement.pool(sizes)[0]
+
+
 def test_the_pool_holds_what_the_slots_or_the_config_ask_for():
   sizes = config_lib.Engine(num_slots=3, max_length=130)
   assert placement.pool(sizes) == (3 + 3 * 3, 64)

@@ -439,6 +439,24 @@ def test_nothing_of_other_weights_is_gone_on_from():
         made.harvest()
 
 
+def test_what_was_admitted_when_an_error_came_is_not_inserted_later():
+  made, (head, rest) = make(), ids(10, 5)
+  stale = request((0, 0, 0), np.concatenate([head, rest]), head=10)
+  run(made, [stale])
+  made.engine.version = 1
+  made.submit(request((1, 0, 0), rest, 9))
+  made.submit(dataclasses.replace(stale, id=(2, 0, 0)))
+  with pytest.raises(RuntimeError, match="stale prefix"):
+    made.dispatch()
+  made.cancel(lambda r: True)
+  made.resume(7, 1)
+  asked = request((3, 0, 0), rest)
+  again, fresh = run(made, [asked]), run(make(), [asked])
+  assert again[asked.id].ids.tolist() == fresh[asked.id].ids.tolist()
+  made.forget(3, 0)
+  check_nothing_is_held(made)
+
+
 def test_weights_do_not_change_under_requests():
   made = make()
   made.submit(request((0, 0, 0), ids(3)[0]))

@@ -75,6 +75,15 @@ def init(
   }
 
 
+def fewest(num_heads: int, page_size: int) -> int:
+  """Pages that a pool with owners has at least, on each device.
+
+  XLA's CPU code reduces an array of less than 4096 numbers in another way than
+  a larger one, and a row would feel how many others there are (rule 26).
+  """
+  return -(-4096 // (num_heads * page_size))
+
+
 def append(
   cache: Layer,
   k: Float[Array, "B T K C"],
@@ -273,8 +282,6 @@ def _attend_owned(q, cache, positions, pages):
   rows, _, num_heads, head_dim = q.shape
   kv_heads, size = cache["values"].shape[1:3]
   dtype = q.dtype
-  # Or XLA would compute a row's q again for each of its pages.
-  q = jax.lax.optimization_barrier(q)
   q = q.reshape(rows, kv_heads, -1, head_dim)[pages.owner]
   last = positions[pages.owner] - pages.block[:, None] * size
   seen = jnp.arange(size) <= last  # [N, page]

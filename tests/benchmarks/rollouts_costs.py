@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import rollouts_lab as lab
 
@@ -149,54 +148,49 @@ def _scheduling(num_queued: int, calls: int = 200) -> float:
 def memory(args, peers) -> dict:
   """g. One long episode among 31 short ones, at a maximum length of 12,288.
 
-  MB of arrays beside the weights: what the engine keeps between runs, and the
-  most that was alive when a run had been started; and what a dense cache of
-  that maximum would keep.
+  MB of keys and values: of the pool; of the pages that a run copies out of it
+  (where no kernel reads the pool itself), at most; of a dense cache.
   """
   del args, peers
-  jax.clear_caches()
   longest, chunk = 12_288, 2048
   sampler = lab.make_sampler(
     lab.random_params(),
     max_length=longest,
     prefill_buckets=(lab.PROMPT, chunk, longest),
   )
-  spec = sampler.engine.spec
-  other = _live_bytes() - _bytes(sampler.engine.state)
-  for i, prompt in enumerate(lab.prompts(31)):
-    sampler.submit(lab.request((i, 0, 0), prompt, lab.NEW))
+  engine, spec = sampler.engine, sampler.engine.spec
+  start, generate, copied = engine.num_pages, engine.generate_n, [0]
+
+  def generate_n(tables, *rest, **named):
+    copied.append(sum(map(len, tables)))
+    return generate(tables, *rest, **named)
+
+  engine.generate_n = generate_n
   [long] = lab.prompts(1, longest - lab.NEW)
-  sampler.submit(lab.request((31, 0, 0), long, lab.NEW))
-  most = 0
-  while sampler.busy:
-    sampler.dispatch()
-    most = max(most, _live_bytes() - other)
-    sampler.harvest()
-  dense = jax.eval_shape(
-    lambda: spec.decoder.init_cache(
-      spec.model,
-      spec.num_slots * spec.pages_per_row,
-      spec.page_size,
-      jnp.dtype(spec.cache_dtype),
-    )
+  lab.serve(
+    sampler,
+    [
+      lab.request((i, 0, 0), prompt, lab.NEW)
+      for i, prompt in enumerate([*lab.prompts(31), long])
+    ],
   )
-  kept = _bytes(sampler.engine.state)
+  page = _bytes(engine.state.cache) / engine.num_pages
+  mb = {
+    "begins": start * page,
+    "pool": engine.num_pages * page,
+    "copied": 0 if spec.fused else max(copied) * page,
+    "dense": spec.num_slots * spec.pages_per_row * page,
+  }
+  tokens = 31 * (lab.PROMPT + lab.NEW) + longest
   return {
-    "kept_mb": round(kept / 1e6, 1),
-    "most_mb": round(most / 1e6, 1),
-    "dense_mb": round(_bytes(dense) / 1e6, 1),
-    "dense_by_kept": round(_bytes(dense) / kept, 1),
-    "live_tokens": 31 * (lab.PROMPT + lab.NEW) + longest,
-    "pool_tokens": sampler.engine.num_pages * spec.page_size,
+    "mb": {name: round(size / 1e6, 1) for name, size in mb.items()},
+    "live_tokens_mb": round(tokens / spec.page_size * page / 1e6, 1),
+    "dense_by_paged": round(mb["dense"] / (mb["pool"] + mb["copied"]), 1),
   }
 
 
 def _bytes(tree: Any) -> int:
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def _live_bytes() -> int:
-  return sum(x.nbytes for x in jax.live_arrays())
 
 
 # -- h. a real model -----------------------------------------------------------
