@@ -1,28 +1,43 @@
-"""Advantages from row scores: agent-wise (Dr. MAS) and global (GRPO).
+"""Advantages from row scores: agent-wise (Dr. MAS), global (GRPO), and others.
 
-A row is one turn. An estimator normalises samples within groups:
+A row is one turn. An estimator takes samples of rows, compares each with the
+others of its baseline, and may divide by a scale:
 
-    A = (s - mean) / (std + 1e-6),    std with ddof 1
+    samples    count: every turn, or every episode at the mean of its turns
+    baseline   over: the samples of the (group, agent), or of the whole group
+    scale      std with ddof 1, plus 1e-6; or another
 
-and estimators differ in what a sample is and which samples share a mean:
+    estimator     samples         baseline         A of a sample
+    agent_wise    turn | episode  agent            (s - mu_k) / (sigma_k + e)
+    grpo          episode         team             (s - mu) / (sigma + e)
+    global_call   turn            team             the same
+    mean_only     turn | episode  agent            (s - mu_k) / (sigma + e)
+    std_only      turn | episode  team             (s - mu) / (sigma_k + e)
+    rloo          turn | episode  agent | team     n / (n - 1) * (s - mean)
+    dr_grpo       turn | episode  agent | team     s - mean
+    reinforce_plus_plus_baseline  (both free)      (s - mean), whitened
+    rae           turn | episode  the agent's past  s - average
 
-    estimator                     sample            baseline over
-    agent_wise                    row               rows of (group, agent)
-    grpo                          episode           episodes of the group
-    grpo, rewards per agent       (episode, agent)  the agent's, in the group
-    grpo, .., pool_agents=True    (episode, agent)  all agents', in the group
+mu and sigma without an index are grpo's. A sample of several rows scores their
+mean, and each of them gets its value. With rewards per agent an episode is a
+sample for each of its agents, compared with the same agent's in the group's
+other episodes, or with all agents' if `pool_agents`. With `by_turn` a baseline
+is of one turn index, too. Statistics are over real rows only: a padding row
+changes nothing and gets 0. A sample that is alone in its baseline gets 0, or
+its score / (1 + 1e-6) with singleton="raw"; and so do all samples of a baseline
+whose deviation is at most zero_tolerance * max(1, max|score|): exactly 0.
 
-A sample of several rows scores their mean, and each of them gets its value.
-Statistics are over real rows only: a padding row changes nothing and gets 0.
+`gigpo` is not here: it needs to know which turns of a group were taken in the
+same state, and a turn does not say.
 
-Source: Dr. MAS (arXiv 2602.08847) equations 2, 5 and 6, with the standard
-deviation and epsilon of the authors' code rather than the paper's population
-one; project rules 2 to 5 for groups of one and for equal scores.
+Sources: Dr. MAS (arXiv 2602.08847) equations 2, 5 and 6 and its section 5.4,
+with the standard deviation and epsilon of the authors' code rather than the
+paper's population one; project rules 2 to 5.
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +48,7 @@ from drmas_jax import config as config_lib
 
 EPSILON = 1e-6
 
-_STATIC = (
-  "num_groups",
-  "num_agents",
-  "num_episodes",
-  "singleton",
-  "zero_tolerance",
-  "per_agent",
-  "pool_agents",
-)
+_LEAST_ROWS = 32  # fewer are padded to as many
 
 
 class Advantages(NamedTuple):
@@ -60,96 +67,286 @@ class Advantages(NamedTuple):
   num_zero_variance: Int[Array, " agents"]
 
 
-class _Samples(NamedTuple):
-  """Standardised samples [M], and what kind of baseline each one had."""
+class Turns(NamedTuple):
+  """The rows that an estimator works on.
 
-  values: Float[Array, " M"]
-  single: Bool[Array, " M"]
-  flat: Bool[Array, " M"]
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def agent_wise(
-  scores: Float[Array, " N"],
-  group: Int[Array, " N"],
-  agent: Int[Array, " N"],
-  episode: Int[Array, " N"],
-  real: Bool[Array, " N"],
-  *,
-  num_groups: int,
-  num_agents: int,
-  num_episodes: int,
-  singleton: Literal["zero", "raw"] = "zero",
-  zero_tolerance: float = 1e-5,
-  per_agent: bool = False,
-  pool_agents: bool = False,
-) -> Advantages:
-  """Dr. MAS: mean and deviation over the rows of each (group, agent).
-
-  Args:
-    scores: row scores (rewards.py).
+  Attributes:
+    scores: of the rows (rewards.py).
     group: ids from 0.
     agent: ids from 0.
     episode: ids from 0, unique over the step.
+    tokens: trained tokens of the row.
     real: False for padding.
-    num_groups: bound of the ids of groups.
-    num_agents: bound of the ids of agents.
-    num_episodes: bound of the ids of episodes.
-    singleton: a group of one gets 0, or "raw": score / (1 + epsilon).
-    zero_tolerance: a deviation at or below this times max(1, max|score|) of
-      the group counts as zero, and the group's values are 0.
-    per_agent: rewards come one per agent. No effect here: the baseline is the
-      agent's own either way.
-    pool_agents: see `grpo`; no effect here.
   """
-  del episode, num_episodes, per_agent, pool_agents
-  pairs = _ids(group * num_agents + agent, real, num_groups * num_agents)
-  samples = _standardize(
-    scores, pairs, num_groups * num_agents, singleton, zero_tolerance
-  )
-  return _by_row(samples, pairs, real, num_groups, num_agents)
+
+  scores: Float[Array, " N"]
+  group: Int[Array, " N"]
+  agent: Int[Array, " N"]
+  episode: Int[Array, " N"]
+  tokens: Int[Array, " N"]
+  real: Bool[Array, " N"]
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def grpo(
-  scores: Float[Array, " N"],
-  group: Int[Array, " N"],
-  agent: Int[Array, " N"],
-  episode: Int[Array, " N"],
-  real: Bool[Array, " N"],
-  *,
-  num_groups: int,
-  num_agents: int,
-  num_episodes: int,
-  singleton: Literal["zero", "raw"] = "zero",
-  zero_tolerance: float = 1e-5,
-  per_agent: bool = False,
-  pool_agents: bool = False,
+class Sizes(NamedTuple):
+  """What is static beside the config.
+
+  Attributes:
+    groups: bound of the ids of groups.
+    agents: bound of the ids of agents.
+    episodes: bound of the ids of episodes.
+    per_agent: rewards come one per agent.
+  """
+
+  groups: int
+  agents: int
+  episodes: int
+  per_agent: bool = False
+
+  @property
+  def pairs(self) -> int:
+    return self.groups * self.agents
+
+
+class Run(NamedTuple):
+  """What a host knows beyond the rows of its own step.
+
+  Attributes:
+    averages: [agents, 2] float64 of `rae`: a decayed sum of the steps' mean
+      scores, and the weight in it, which is 0 before an agent's first step.
+    total: adds up an array over the hosts; all of them call it.
+  """
+
+  averages: np.ndarray
+  total: Callable[[np.ndarray], np.ndarray]
+
+
+Estimator = Callable[
+  [Turns, config_lib.Advantage, Sizes, Run], tuple[Advantages, np.ndarray]
+]
+
+
+class _Baseline(NamedTuple):
+  """What each row [N] is compared with, and its sample.
+
+  Attributes:
+    scores: of the row's sample.
+    centred: less the mean of the baseline.
+    std: of the baseline.
+    count: samples in the baseline.
+    single: it has one sample.
+    flat: it has more, which are equal within the tolerance.
+  """
+
+  scores: Float[Array, " N"]
+  centred: Float[Array, " N"]
+  std: Float[Array, " N"]
+  count: Float[Array, " N"]
+  single: Bool[Array, " N"]
+  flat: Bool[Array, " N"]
+
+
+_jit = functools.partial(jax.jit, static_argnames=("config", "sizes"))
+
+
+def _local(function: Callable[..., Advantages]) -> Estimator:
+  """An estimator that needs no more than this host's rows of the step."""
+  compiled = _jit(function)
+
+  @functools.wraps(compiled)
+  def estimator(turns, config, sizes, run):
+    return compiled(turns, config, sizes), run.averages
+
+  return estimator
+
+
+@_local
+def agent_wise(
+  turns: Turns, config: config_lib.Advantage, sizes: Sizes
 ) -> Advantages:
-  """GRPO: mean and deviation over the episodes of each group.
+  """Dr. MAS: mean and deviation of the agent's own in the group (eq. 5)."""
+  base = _baseline(turns, config, sizes, "agent", config.count)
+  return _result(turns, config, sizes, base, _standard(base, base.std))
 
-  Arguments as in `agent_wise`. With `per_agent` an episode is scored agent by
-  agent (the mean of the agent's own rows), and an agent is compared with
-  itself in the group's other episodes; `pool_agents` compares it with all
-  agents' scores in the group instead.
+
+@_local
+def grpo(
+  turns: Turns, config: config_lib.Advantage, sizes: Sizes
+) -> Advantages:
+  """GRPO: mean and deviation over the episodes of the group (eq. 2)."""
+  base = _baseline(turns, config, sizes, "team", "episode")
+  return _result(turns, config, sizes, base, _standard(base, base.std))
+
+
+@_local
+def global_call(
+  turns: Turns, config: config_lib.Advantage, sizes: Sizes
+) -> Advantages:
+  """Mean and deviation over all turns of the group: between the two above, it
+  counts turns as `agent_wise` and compares all agents as `grpo`."""
+  base = _baseline(turns, config, sizes, "team", "turn")
+  return _result(turns, config, sizes, base, _standard(base, base.std))
+
+
+@_local
+def mean_only(
+  turns: Turns, config: config_lib.Advantage, sizes: Sizes
+) -> Advantages:
+  """Dr. MAS's ablation (mu_k, sigma): the agent's mean, the group's deviation.
+
+  0 where either baseline has one sample or no deviation.
   """
-  pairs = _ids(group * num_agents + agent, real, num_groups * num_agents)
-  unit, num_units = episode, num_episodes
-  key, num_keys = group, num_groups
-  if per_agent:
-    unit, num_units = episode * num_agents + agent, num_episodes * num_agents
-    if not pool_agents:
-      key, num_keys = pairs, num_groups * num_agents
-  unit = _ids(unit, real, num_units)
-  # An empty unit has the smallest integer as its maximum: no key of its own.
-  unit_key = jax.ops.segment_max(_ids(key, real, num_keys), unit, num_units + 1)
-  unit_key = jnp.where(unit_key < 0, num_keys, unit_key)
-  unit_scores = _mean(scores, unit, num_units)
-  samples = _standardize(
-    unit_scores, unit_key, num_keys, singleton, zero_tolerance
+  own = _baseline(turns, config, sizes, "agent", config.count)
+  team = _baseline(turns, config, sizes, "team", "episode")
+  base = own._replace(
+    single=own.single | team.single, flat=own.flat | team.flat
   )
-  rows = _Samples(*(x[unit] for x in samples))
-  return _by_row(rows, pairs, real, num_groups, num_agents)
+  return _result(turns, config, sizes, base, _standard(base, team.std))
+
+
+@_local
+def std_only(
+  turns: Turns, config: config_lib.Advantage, sizes: Sizes
+) -> Advantages:
+  """Dr. MAS's ablation (mu, sigma_k): the group's mean, the agent's deviation.
+
+  Divided by the group's where the agent's is zero (rule 5). 0 where either
+  baseline has one sample, or both have no deviation.
+  """
+  own = _baseline(turns, config, sizes, "agent", config.count)
+  team = _baseline(turns, config, sizes, "team", "episode")
+  base = own._replace(
+    centred=own.scores - (team.scores - team.centred),
+    single=own.single | team.single,
+    flat=own.flat & team.flat,
+  )
+  std = jnp.where(own.flat, team.std, own.std)
+  return _result(turns, config, sizes, base, _standard(base, std))
+
+
+@_local
+def rloo(
+  turns: Turns, config: config_lib.Advantage, sizes: Sizes
+) -> Advantages:
+  """A sample less the mean of the others: n / (n - 1) * (s - mean).
+
+  Source: RLOO (arXiv 2402.14740).
+  """
+  base = _baseline(turns, config, sizes, config.over, config.count)
+  values = base.centred * base.count / jnp.maximum(base.count - 1, 1)
+  return _result(turns, config, sizes, base, values)
+
+
+@_local
+def dr_grpo(
+  turns: Turns, config: config_lib.Advantage, sizes: Sizes
+) -> Advantages:
+  """A sample less the mean, not divided. Source: arXiv 2503.20783."""
+  base = _baseline(turns, config, sizes, config.over, config.count)
+  return _result(turns, config, sizes, base, base.centred)
+
+
+def reinforce_plus_plus_baseline(
+  turns: Turns, config: config_lib.Advantage, sizes: Sizes, run: Run
+) -> tuple[Advantages, np.ndarray]:
+  """`dr_grpo`, whitened over the trained tokens of the step on all hosts.
+
+      A = (c - mean) / sqrt(var + 1e-8),    c = s - mean of the baseline,
+
+  mean and unbiased variance over tokens: the agent's, or with over="team" all
+  agents'. Whitening would move the zeros of rules 4 and 5 too: they stay,
+  unless singleton is "raw" or zero_tolerance 0, as in the reference.
+
+  Source: REINFORCE++ (arXiv 2501.03262), as verl has it.
+  """
+  found, moves, sums = jax.device_get(_centre(turns, config, sizes))
+  sums = run.total(sums.astype(np.float64))
+  if config.over == "team":
+    sums = np.broadcast_to(sums.sum(0), sums.shape)
+  weight, first, second = sums.T
+  mean = first / np.maximum(weight, 1)
+  var = (second - weight * mean**2) / np.maximum(weight - 1, 1)
+  std = np.sqrt(np.maximum(var, 0) + 1e-8)
+  white = (found.values - mean[turns.agent]) / std[turns.agent]
+  values = np.where(moves, white, 0).astype(np.float32)
+  return found._replace(values=values), run.averages
+
+
+@_jit
+def _centre(
+  turns: Turns, config: config_lib.Advantage, sizes: Sizes
+) -> tuple[Advantages, Bool[Array, " N"], Float[Array, "agents 3"]]:
+  """Centred values, which of them whitening moves, and by agent the sums over
+  tokens of 1, of the value and of its square."""
+  base = _baseline(turns, config, sizes, config.over, config.count)
+  found = _result(turns, config, sizes, base, base.centred)
+  moves = turns.real
+  if config.singleton == "zero":
+    moves &= ~base.single
+  if config.zero_tolerance > 0:
+    moves &= ~base.flat
+  powers = jnp.stack(
+    [jnp.ones_like(found.values), found.values, found.values**2], axis=1
+  )
+  sums = jax.ops.segment_sum(
+    powers * (turns.tokens * turns.real)[:, None], turns.agent, sizes.agents
+  )
+  return found, moves, sums
+
+
+def rae(
+  turns: Turns, config: config_lib.Advantage, sizes: Sizes, run: Run
+) -> tuple[Advantages, np.ndarray]:
+  """Role-conditioned: a sample less the agent's own average before the step.
+
+      A = s - b_k / w_k
+      b_k <- decay * b_k + (1 - decay) * (mean of the agent's samples)
+      w_k <- decay * w_k + (1 - decay)
+
+  over the steps in which the agent has rows, on all hosts; b and w begin with
+  0, so b / w is a weighted mean of those steps. No group is needed. In an
+  agent's first step there is no average, and its rows are like groups of one.
+
+  Source: SPIRAL (arXiv 2506.24119), with the bias of the start corrected.
+  """
+  average, weight = run.averages.T
+  mean = (average / np.where(weight > 0, weight, 1)).astype(np.float32)
+  found, sums = _less_average(turns, config, sizes, mean, weight > 0)
+  score, count = run.total(np.asarray(sums, np.float64)).T
+  now = np.stack([score / np.maximum(count, 1), np.ones_like(score)], axis=1)
+  moved = config.decay * run.averages + (1 - config.decay) * now
+  return found, np.where(count[:, None] > 0, moved, run.averages)
+
+
+@_jit
+def _less_average(
+  turns: Turns,
+  config: config_lib.Advantage,
+  sizes: Sizes,
+  average: Float[Array, " agents"],
+  known: Bool[Array, " agents"],
+) -> tuple[Advantages, Float[Array, "agents 2"]]:
+  """Values, and by agent the sum of its samples and how many there are."""
+  base = _baseline(turns, config, sizes, "agent", config.count)
+  centred = base.scores - average[turns.agent]
+  size = jnp.maximum(1, jnp.abs(base.scores))
+  base = base._replace(
+    single=~known[turns.agent],
+    flat=jnp.abs(centred) <= config.zero_tolerance * size,
+  )
+  unit, num_units = _units(turns, sizes, by_agent=True)
+  if config.count == "turn":
+    share = turns.real.astype(jnp.float32)
+  else:  # the rows of a sample are one
+    share = turns.real / jnp.maximum(_count(unit, num_units), 1)[unit]
+  sums = jax.ops.segment_sum(
+    jnp.stack([base.scores * share, share], axis=1), turns.agent, sizes.agents
+  )
+  return _result(turns, config, sizes, base, centred), sums
+
+
+def _alone(sums: np.ndarray) -> np.ndarray:
+  """The total over the hosts where there is one."""
+  return sums
 
 
 def estimate(
@@ -159,13 +356,18 @@ def estimate(
   agent: np.ndarray,
   episode: np.ndarray,
   *,
+  turn: np.ndarray,
+  tokens: np.ndarray,
   num_agents: int,
   per_agent: bool = False,
-) -> Advantages:
+  averages: np.ndarray | None = None,
+  total: Callable[[np.ndarray], np.ndarray] = _alone,
+) -> tuple[Advantages, np.ndarray]:
   """The configured estimator on a step's rows; numpy in, numpy out.
 
-  Rows are padded to a power of two, which also bounds the ids of groups and
-  episodes, so that a run meets few shapes. Those ids may be any integers.
+  Rows are padded to a power of two, 32 or more, so that a run meets few
+  shapes; it also bounds the ids of groups and episodes, which may be any
+  integers here.
 
   Args:
     config: names the estimator and sets its options.
@@ -173,36 +375,44 @@ def estimate(
     group: [N] ids.
     agent: [N] ids, below num_agents.
     episode: [N] ids, unique over the step.
+    turn: [N] number of the turn within its episode, from 0.
+    tokens: [N] trained tokens.
     num_agents: size of the team.
     per_agent: whether rewards come one per agent (`rewards.Rows.per_agent`).
+    averages: what the step before returned; None: there was none.
+    total: adds up an array over the hosts, see `Run`. An estimator calls it
+      equally often on all of them, whatever the rows.
 
   Returns:
-    Advantages with `values` [N] in the order of `scores`.
+    Advantages with `values` [N] in the order of `scores`, and [num_agents, 2]
+    float64 for the next step (`Run.averages`).
   """
+  if averages is None:
+    averages = np.zeros((num_agents, 2))
   num_rows = len(scores)
-  width = 1 << max(num_rows - 1, 0).bit_length()
+  width = max(_LEAST_ROWS, 1 << max(num_rows - 1, 0).bit_length())
   _, group = np.unique(group, return_inverse=True)
+  if config.by_turn:
+    group = group * (np.max(turn, initial=0) + 1) + turn
+    _, group = np.unique(group, return_inverse=True)
   _, episode = np.unique(episode, return_inverse=True)
 
   def pad(x: np.ndarray, dtype: type) -> np.ndarray:
     return np.pad(np.asarray(x, dtype), (0, width - num_rows))
 
-  result = ESTIMATORS[config.name](
+  turns = Turns(
     pad(scores, np.float32),
-    pad(group, np.int32),
-    pad(agent, np.int32),
-    pad(episode, np.int32),
+    *(pad(x, np.int32) for x in (group, agent, episode, tokens)),
     np.arange(width) < num_rows,
-    num_groups=width,
-    num_agents=num_agents,
-    num_episodes=width,
-    singleton=config.singleton,
-    zero_tolerance=config.zero_tolerance,
-    per_agent=per_agent,
-    pool_agents=config.pool_agents,
+  )
+  result, averages = ESTIMATORS[config.name](
+    turns,
+    config,
+    Sizes(width, num_agents, width, per_agent),
+    Run(averages, total),
   )
   result = jax.device_get(result)
-  return result._replace(values=result.values[:num_rows])
+  return result._replace(values=result.values[:num_rows]), averages
 
 
 def _ids(
@@ -210,6 +420,48 @@ def _ids(
 ) -> Int[Array, " N"]:
   """Padding goes to a segment of its own, number `num`."""
   return jnp.where(real, ids, num)
+
+
+def _pairs(turns: Turns, sizes: Sizes) -> Int[Array, " N"]:
+  """By (group, agent)."""
+  ids = turns.group * sizes.agents + turns.agent
+  return _ids(ids, turns.real, sizes.pairs)
+
+
+def _units(
+  turns: Turns, sizes: Sizes, by_agent: bool
+) -> tuple[Int[Array, " N"], int]:
+  """By episode, or by (episode, agent); and the bound of the ids."""
+  ids, num = turns.episode, sizes.episodes
+  if by_agent:
+    ids, num = ids * sizes.agents + turns.agent, num * sizes.agents
+  return _ids(ids, turns.real, num), num
+
+
+def _baseline(
+  turns: Turns,
+  config: config_lib.Advantage,
+  sizes: Sizes,
+  over: str,
+  count: str,
+) -> _Baseline:
+  """Samples (`count`), and the statistics of those they share a baseline with
+  (`over`)."""
+  own = over == "agent"
+  if count == "episode" and sizes.per_agent and not config.pool_agents:
+    own = True
+  key, num_keys = _ids(turns.group, turns.real, sizes.groups), sizes.groups
+  if own:
+    key, num_keys = _pairs(turns, sizes), sizes.pairs
+  scores, unit = turns.scores, jnp.arange(len(turns.scores))
+  if count == "episode":
+    unit, num_units = _units(turns, sizes, own or sizes.per_agent)
+    # An empty unit has the smallest integer as its maximum: no key of its own.
+    key = jax.ops.segment_max(key, unit, num_units + 1)
+    key = jnp.where(key < 0, num_keys, key)
+    scores = _mean(scores, unit, num_units)
+  samples = _statistics(scores, key, num_keys, config.zero_tolerance)
+  return _Baseline(*(x[unit] for x in samples))
 
 
 def _mean(
@@ -231,47 +483,78 @@ def _count(key: Int[Array, " M"], num_keys: int) -> Float[Array, " keys"]:
   )
 
 
-def _standardize(
+def _statistics(
   scores: Float[Array, " M"],
   key: Int[Array, " M"],
   num_keys: int,
-  singleton: str,
   zero_tolerance: float,
-) -> _Samples:
-  """(score - mean) / (std + epsilon) by key, in two passes (centred)."""
+) -> _Baseline:
+  """Of samples [M] by key, in two passes (centred)."""
   count = _count(key, num_keys)
   centred = scores - _mean(scores, key, num_keys)[key]
   squares = jax.ops.segment_sum(centred**2, key, num_keys + 1)
   std = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
   size = jax.ops.segment_max(jnp.abs(scores), key, num_keys + 1)
-  single = (count == 1)[key]
   zero = std <= zero_tolerance * jnp.maximum(1, size)
-  flat = (zero & (count > 1))[key]
-  alone = scores / (1 + EPSILON) if singleton == "raw" else 0.0
-  values = jnp.where(flat, 0.0, centred / (std[key] + EPSILON))
-  return _Samples(jnp.where(single, alone, values), single, flat)
+  return _Baseline(
+    scores,
+    centred,
+    std[key],
+    count[key],
+    (count == 1)[key],
+    (zero & (count > 1))[key],
+  )
 
 
-def _by_row(
-  rows: _Samples,
-  pairs: Int[Array, " N"],
-  real: Bool[Array, " N"],
-  num_groups: int,
-  num_agents: int,
+def _standard(base: _Baseline, std: Float[Array, " N"]) -> Float[Array, " N"]:
+  return base.centred / (std + EPSILON)
+
+
+def _result(
+  turns: Turns,
+  config: config_lib.Advantage,
+  sizes: Sizes,
+  base: _Baseline,
+  values: Float[Array, " N"],
 ) -> Advantages:
-  """Zeroes padding, and counts (group, agent) pairs by kind of baseline."""
+  """Rules 4 and 5, and 0 for padding; counts (group, agent) pairs by kind of
+  baseline."""
+  pairs = _pairs(turns, sizes)
 
   def count(flags: Bool[Array, " N"]) -> Int[Array, " agents"]:
-    num_pairs = num_groups * num_agents
-    hits = jax.ops.segment_sum(flags.astype(jnp.int32), pairs, num_pairs + 1)
-    hits = hits[:num_pairs].reshape(num_groups, num_agents)
+    hits = jax.ops.segment_sum(flags.astype(jnp.int32), pairs, sizes.pairs + 1)
+    hits = hits[: sizes.pairs].reshape(sizes.groups, sizes.agents)
     return jnp.sum(hits > 0, axis=0, dtype=jnp.int32)
 
-  values = jnp.where(real, rows.values, 0.0)
-  return Advantages(values, count(rows.single), count(rows.flat))
+  alone = base.scores / (1 + EPSILON) if config.singleton == "raw" else 0.0
+  values = jnp.where(base.flat, 0.0, values)
+  values = jnp.where(base.single, alone, values)
+  values = jnp.where(turns.real, values, 0.0)
+  return Advantages(values, count(base.single), count(base.flat & ~base.single))
 
 
-ESTIMATORS: Mapping[str, Callable[..., Advantages]] = {
+# The options that an estimator reads beside `singleton` and `zero_tolerance`;
+# `config.check` refuses the others.
+READS: Mapping[str, tuple[str, ...]] = {
+  "agent_wise": ("count", "by_turn"),
+  "grpo": ("pool_agents",),
+  "mean_only": ("count", "pool_agents"),
+  "std_only": ("count", "pool_agents"),
+  "global_call": ("by_turn",),
+  "rloo": ("over", "count", "by_turn", "pool_agents"),
+  "dr_grpo": ("over", "count", "by_turn", "pool_agents"),
+  "reinforce_plus_plus_baseline": ("over", "count", "by_turn", "pool_agents"),
+  "rae": ("count", "decay"),
+}
+
+ESTIMATORS: Mapping[str, Estimator] = {
   "agent_wise": agent_wise,
   "grpo": grpo,
+  "mean_only": mean_only,
+  "std_only": std_only,
+  "global_call": global_call,
+  "rloo": rloo,
+  "dr_grpo": dr_grpo,
+  "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+  "rae": rae,
 }

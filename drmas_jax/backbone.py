@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from drmas_jax import batching, engine, folders, learner, placement
+from drmas_jax import batching, engine, folders, learner, losses, placement
 from drmas_jax import config as config_lib
 from drmas_jax.checkpoint import SavedPolicy
 from drmas_jax.models import transformer, weights
@@ -141,14 +141,18 @@ class Work(NamedTuple):
   Attributes:
     rows: the step's turns of each row of a batch, by their places; a row is
       there if one of its turns has a signal.
-    tokens: sampled tokens of all its real turns, with a signal or without: the
-      denominator of the loss.
+    tokens: sampled tokens of all its real turns, with a signal or without.
     size: of `rows`.
+    weights: [N] float32, in the loss, of a token of each of the step's turns.
+    denominator: of the loss, whose sum goes over all of those weights, those
+      of turns without a signal too.
   """
 
   rows: list[tuple[int, ...]]
   tokens: int
   size: batching.Size
+  weights: np.ndarray
+  denominator: float
 
 
 class Backbone:
@@ -255,12 +259,20 @@ class Backbone:
 
   def work(self, rows: Rows, advantages: np.ndarray) -> Work:
     """Own turns of the step. Rows without a signal are left out of the
-    gradient, which is exact for a loss that is linear in the advantage, and
-    their tokens stay in the denominator."""
+    gradient, which is exact as every loss is 0 at advantage 0, and stay in the
+    denominator. With an entropy bonus every row has a signal."""
+    loss = self.policy.loss
     own = np.array([t.policy == self.name for t in rows.turns], bool)
     lengths = np.array([len(t.completion_ids) for t in rows.turns], int)
-    live = own & (lengths > 0)
-    if not self.policy.update_on_zero_signal:
+    counted = own
+    if loss.mask_truncated:
+      cut = [t.stop_reason == "length" for t in rows.turns]
+      counted = own & ~np.array(cut, bool)
+    turn_weights, denominator = losses.aggregate(
+      lengths, counted, loss.aggregation, loss.divisor
+    )
+    live = turn_weights > 0
+    if not self.policy.update_on_zero_signal and not loss.entropy_weight:
       live &= advantages != 0
     kept = [
       row
@@ -271,6 +283,8 @@ class Backbone:
       kept,
       int(lengths[own].sum()),
       batching.size([rows.turns[row[-1]] for row in kept]),
+      turn_weights,
+      denominator,
     )
 
   def shape(self, size: batching.Size, num_hosts: int) -> tuple[int, int, int]:
@@ -300,7 +314,7 @@ class Backbone:
       advantages: [N], of its rows.
       work: what `work` found here.
       agreed: the largest size of any host.
-      denominator: sampled tokens of all hosts.
+      denominator: that of `work` on all hosts together.
       num_hosts: how many there are.
       agent_norms: also the gradient's norm by agent (a second pass).
     """
@@ -313,6 +327,7 @@ class Backbone:
       micro_batch=local,
       length=length,
       rows=work.rows,
+      weights=work.weights,
     )
     trips = max(1, -(-agreed.num_rows // local))
     by_token = batching.gather(advantages, batch)

@@ -88,6 +88,7 @@ def pack(
   micro_batch: int,
   length: int,
   rows: Sequence[Sequence[int]] | None = None,
+  weights: Sequence[float] | None = None,
 ) -> Batch:
   """Lays turns out as a Batch whose arrays are [num_micro, micro_batch, ..].
 
@@ -100,13 +101,16 @@ def pack(
     length: T, at least the longest row.
     rows: the turns of each row by their places in `turns`, each of which begins
       with the ids of the one before; turns in none are left out.
+    weights: in the loss, of each token that a turn sampled; None: 1.
   """
   num_rows = num_micro * micro_batch
   shape = (num_rows, length)
   tokens, positions, segments, agents, indices = (
     np.zeros(shape, np.int32) for _ in range(5)
   )
-  mask, logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+  mask, factors, logprobs, kept = (
+    np.zeros(shape, np.float32) for _ in range(4)
+  )
   if rows is None:
     rows = [(i,) for i in range(len(turns))]
   for row, places in enumerate(rows):
@@ -118,7 +122,9 @@ def pack(
       tokens[row, known:start] = turn.prompt_ids[known:]
       tokens[row, start:end] = turn.completion_ids
       mask[row, start:end] = 1
+      factors[row, start:end] = 1 if weights is None else weights[i]
       logprobs[row, start:end] = turn.sampler_logprobs
+      kept[row, start:end] = turn.log_kept_mass
       agents[row, known:end] = agent_index[i]
       indices[row, known:end] = turn_index[i]
       known = end
@@ -132,8 +138,9 @@ def pack(
     policy_index=np.zeros([num_rows], np.int32),
     agent_index=agents,
     turn_index=indices,
-    weights=mask.copy(),
+    weights=factors,
     sampler_logprobs=logprobs,
+    log_kept_mass=kept,
   )
   return Batch(
     *(a.reshape(num_micro, micro_batch, *a.shape[1:]) for a in batch)

@@ -77,12 +77,37 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-  """The policy loss, by name in `losses.LOSSES`."""
+  """The policy loss, by name in `losses.LOSSES`.
+
+  Attributes:
+    clip_low, clip_high: of the ratio; what they do is the loss's.
+    dual_clip: of "clipped" alone.
+    aggregation: mean over tokens, mean over completions of their token means,
+      or mean over completions of their token sums over `divisor`; see
+      `losses.aggregate`. A completion is that of one turn.
+    divisor: of "sequence_sum"; Dr. GRPO's is the limit of a completion.
+    entropy_weight: that times the mean entropy of the tempered full softmax is
+      subtracted from the loss, by the same aggregation.
+    mask_truncated: completions cut by their length leave the loss and its
+      denominator; statistics count them.
+    importance: factors for tokens drawn from another distribution than the
+      loss has, cut at `importance_bound`; see `losses.importance_weights`. Of
+      top_k and top_p, and where old_logprobs="learner" of the engine's
+      numerics.
+  """
 
   name: str = "clipped"
   clip_low: float = _bounded(0.2, low=0.0, high=1.0)
   clip_high: float = _bounded(0.2, low=0.0)
   dual_clip: float = _bounded(3.0, above=1.0)
+  aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = (
+    "token_mean"
+  )
+  divisor: float = _bounded(1.0, above=0.0)
+  entropy_weight: float = _bounded(0.0, low=0.0)
+  mask_truncated: bool = False
+  importance: Literal["none", "token", "sequence", "rejection"] = "none"
+  importance_bound: float = _bounded(2.0, low=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +135,7 @@ class Engine:
   max_length: int = _bounded(1024, low=2)
   prefill_rows: int = _bounded(8, low=1)
   prefill_buckets: tuple[int, ...] = ()
-  steps_per_call: int = _bounded(8, low=1)
+  steps_per_call: int = _bounded(16, low=1)
   page_size: int = _bounded(0, low=0)
   cache_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
   cache_tokens: int = _bounded(0, low=0)
@@ -239,17 +264,27 @@ class Data:
 class Advantage:
   """The estimator, by name in `advantages.ESTIMATORS`.
 
+  An option that the estimator does not read (`advantages.READS`) is an error.
+
   Attributes:
+    over: who is compared: the agent with itself, or with the "team".
+    count: what counts once in a baseline: a turn, or an episode.
+    by_turn: baselines of turns of the same index only.
+    pool_agents: with rewards per agent, one baseline for all agents' episodes.
+    decay: of the moving average of `rae`.
     singleton: a group of one gets 0, or "raw": its score, as the reference.
     zero_tolerance: a standard deviation at or below this times
       max(1, max|score|) counts as zero (rule 5); 0 is the reference.
-    pool_agents: with rewards per agent, one baseline for all (rule 3, `grpo`).
   """
 
   name: str = "agent_wise"
+  over: Literal["agent", "team"] = "agent"
+  count: Literal["turn", "episode"] = "turn"
+  by_turn: bool = False
+  pool_agents: bool = False
+  decay: float = _bounded(0.95, low=0.0, below=1.0)
   singleton: Literal["zero", "raw"] = "zero"
   zero_tolerance: float = _bounded(1e-5, low=0.0)
-  pool_agents: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -788,6 +823,8 @@ def check(config: Config, mode: Mode = "train") -> Config:
       )
     faults += _check_policy(f"policies.{name}", policy)
   faults += _check_mode(config, mode)
+  if mode == "train" and not faults:
+    faults += _check_importance(config)
   faults += _check_tables(config)
   faults += _check_parts(config, mode)
   faults += _check_placement(config)
@@ -839,12 +876,13 @@ def _check_agent(
       f"{path}.sampling.temperature: 0 is greedy and teaches nothing; write a "
       "value > 0 (eval.sampling may be greedy)"
     )
-  narrow = agent.sampling.top_k or agent.sampling.top_p < 1
-  if mode == "train" and not policy.frozen and narrow:
+  uncorrected = not policy.frozen and policy.loss.importance == "none"
+  if mode == "train" and uncorrected and _narrow(agent.sampling):
     faults.append(
       f"{path}.sampling: top_k={agent.sampling.top_k}, top_p="
       f"{agent.sampling.top_p:g} would train on tokens drawn from another "
-      "distribution than the loss has; write 0 and 1 (eval.sampling is free)"
+      "distribution than the loss has; write 0 and 1 (eval.sampling is free), "
+      f"or policies.{agent.policy}.loss.importance='token'"
     )
   faults += _check_prompt(path, agent, policy.engine)
   try:
@@ -857,6 +895,27 @@ def _check_agent(
       f"allowed are {', '.join(role.templates)}; rename it"
     )
   return faults + _check_options(f"{path}.options", role.parse, agent.options)
+
+
+def _narrow(sampling: Sampling) -> bool:
+  """Whether some tokens are never drawn."""
+  return sampling.top_k > 0 or sampling.top_p < 1
+
+
+def _check_importance(config: Config) -> list[str]:
+  """Weights that would be 1 everywhere."""
+  return [
+    f"policies.{name}.loss.importance: has no effect with old_logprobs="
+    "'sampler' and top_k=0, top_p=1 for all its agents; remove it, or write "
+    "old_logprobs='learner'"
+    for name, policy in config.policies.items()
+    if not policy.frozen
+    and policy.loss.importance != "none"
+    and policy.old_logprobs == "sampler"
+    and not any(
+      _narrow(config.agents[a].sampling) for a in config.agents_of(name)
+    )
+  ]
 
 
 def prompt_room(agent: Agent, engine: Engine) -> int:
@@ -908,6 +967,17 @@ def _check_policy(path: str, policy: Policy) -> list[str]:
 
 def _check_effect(path: str, policy: Policy) -> list[str]:
   """Keys that were set and would change nothing."""
+  idle = _idle_of_policy(policy)
+  if not policy.frozen:
+    idle |= _idle_of_loss(policy.loss)
+  return [
+    f"{path}.{key}: has no effect with {why}; remove it"
+    for key, why in idle.items()
+  ]
+
+
+def _idle_of_policy(policy: Policy) -> dict[str, str]:
+  """Key: with what it has no effect."""
   idle, why = [], ""
   if policy.frozen:
     trained = (
@@ -923,7 +993,22 @@ def _check_effect(path: str, policy: Policy) -> list[str]:
       if getattr(policy.optimizer, k) != _default(Optimizer, k)
     ]
     why = "optimizer.schedule='constant'"
-  return [f"{path}.{k}: has no effect with {why}; remove it" for k in idle]
+  return dict.fromkeys(idle, why)
+
+
+def _idle_of_loss(loss: Loss) -> dict[str, str]:
+  unread = {}
+  if loss.name != "clipped":
+    unread["dual_clip"] = f"loss.name={loss.name!r}"
+  if loss.aggregation != "sequence_sum":
+    unread["divisor"] = f"loss.aggregation={loss.aggregation!r}"
+  if loss.importance == "none":
+    unread["importance_bound"] = "loss.importance='none'"
+  return {
+    f"loss.{key}": why
+    for key, why in unread.items()
+    if getattr(loss, key) != _default(Loss, key)
+  }
 
 
 def _default(cls: type, name: str) -> Any:
@@ -937,12 +1022,7 @@ def _check_tables(config: Config) -> list[str]:
     (f"policies.{name}.loss", policy.loss.name, "losses", "LOSSES")
     for name, policy in config.policies.items()
   ]
-  faults = []
-  if config.advantage.pool_agents and config.advantage.name != "grpo":
-    faults.append(
-      f"advantage.pool_agents: has no effect with advantage.name="
-      f"{config.advantage.name!r}; remove it, or write name='grpo'"
-    )
+  faults = _check_advantage(config.advantage)
   for path, name, module, table in rows:
     known = table_names(module, table)
     if name not in known:
@@ -950,6 +1030,37 @@ def _check_tables(config: Config) -> list[str]:
         f"{path}.name: {name!r} not found; allowed are {', '.join(known)}; "
         f"rename it, or add a row to {table} in {module}.py"
       )
+  return faults
+
+
+def _check_advantage(advantage: Advantage) -> list[str]:
+  """Options without an effect."""
+  reads = ast.literal_eval(_table("advantages", "READS"))
+  if advantage.name not in reads:
+    return []  # the name is the fault
+  faults = []
+  optional = {option for names in reads.values() for option in names}
+  for option in sorted(optional - set(reads[advantage.name])):
+    if getattr(advantage, option) != _default(Advantage, option):
+      reader = next(name for name, names in reads.items() if option in names)
+      faults.append(
+        f"advantage.{option}: has no effect with advantage.name="
+        f"{advantage.name!r}; remove it, or write name={reader!r}"
+      )
+  if faults:
+    return faults
+  if advantage.by_turn and advantage.count == "episode":
+    faults.append(
+      "advantage.by_turn: has no effect with advantage.count='episode', whose "
+      "samples are of no one turn; remove one of the two"
+    )
+  kind = advantage.over, advantage.count
+  free = "over" in reads[advantage.name]
+  if advantage.pool_agents and free and kind != ("team", "episode"):
+    faults.append(
+      f"advantage.pool_agents: has no effect with advantage.over={kind[0]!r} "
+      f"and count={kind[1]!r}; remove it, or write 'team' and 'episode'"
+    )
   return faults
 
 
@@ -1118,12 +1229,16 @@ def table_names(module: str, table: str) -> tuple[str, ...]:
 
   Read from the source: the config check must not import jax.
   """
+  return tuple(ast.literal_eval(key) for key in _table(module, table).keys)
+
+
+def _table(module: str, table: str) -> ast.Dict:
   path = pathlib.Path(__file__).with_name(f"{module}.py")
   for node in ast.parse(path.read_text()).body:
     target = node.targets[0] if isinstance(node, ast.Assign) else None
     target = node.target if isinstance(node, ast.AnnAssign) else target
     if isinstance(target, ast.Name) and target.id == table:
-      return tuple(ast.literal_eval(key) for key in node.value.keys)
+      return node.value
   raise AssertionError(f"{module}.py has no table {table}")
 
 

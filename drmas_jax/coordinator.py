@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from drmas_jax import (
   advantages,
@@ -304,6 +305,7 @@ class Training:
     self.cursor = 0
     self.score: float | None = None  # held-out, of the step done
     self.before: Summary = {}
+    self.averages = np.zeros((len(config.agent_names), 2))  # of advantages
     self.deterministic = True
     self.totals = dict.fromkeys(
       ("seconds", "cpu_seconds", "tokens", "rollout_s"), 0.0
@@ -314,6 +316,7 @@ class Training:
     self.first_step_s: float | None = None
     self.eval_s = 0.0
     self.rewarded: list[float] = []  # episodes with a reward, by batch
+    self.shapes: dict[str, set] = {n: set() for n in backbones}
     self._earlier = dict(self.totals)
     self.writer: Any = writers.Writer()  # of nothing, unless training
 
@@ -369,15 +372,7 @@ class Training:
     groups, stopping = self._collect()
     played, after = time.monotonic(), self._counts()
     rows = rewards.row_scores(groups, self.penalties)
-    estimate = advantages.estimate(
-      self.config.advantage,
-      rows.scores,
-      rows.group,
-      rows.agent,
-      rows.episode,
-      num_agents=len(self.config.agent_names),
-      per_agent=rows.per_agent,
-    )
+    estimate, averages = self._estimate(rows)
     trained = [self.backbones[n] for n in self.config.trained]
     work = {b.name: b.work(rows, estimate.values) for b in trained}
     shares = self._agree(work, groups, stopping)
@@ -385,6 +380,7 @@ class Training:
       raise Stopped
     self._check_failures(shares)
     outputs, skipped = self._update(rows, estimate.values, work, shares)
+    self.averages = averages
     self.score = None
     self.step_done += 1
     self.cursor += self.config.data.num_tasks
@@ -404,6 +400,7 @@ class Training:
       agents = self.backbones[name].agent_index
       found |= metrics.update(output, norms, name, agents)
     tokens = rollout.count_tokens(groups)
+    self._say_shapes()
     found |= {
       "time/step_s": time.monotonic() - began,
       "time/rollout_s": played - began,
@@ -413,6 +410,15 @@ class Training:
     self._write_episodes(groups, rows, estimate.values)
     if max(s["stop"] for s in shares):
       raise Stopped
+
+  def _say_shapes(self) -> None:
+    """What the engines have had to compile since the step before."""
+    for name, backbone in self.backbones.items():
+      new = backbone.sampler.engine.shapes - self.shapes[name]
+      self.shapes[name] |= new
+      if new:
+        lines = [f"\n  {program:<9} {sizes}" for program, sizes in sorted(new)]
+        _say(f"{name}'s engine has compiled" + "".join(lines))
 
   def _counts(self) -> dict[str, Any]:
     """What the samplers have counted so far."""
@@ -432,6 +438,33 @@ class Training:
     except Stopped:
       return [], True
 
+  def _estimate(
+    self, rows: rewards.Rows
+  ) -> tuple[advantages.Advantages, np.ndarray]:
+    """Advantages, and what the estimator keeps for the next step."""
+
+    def total(sums: np.ndarray) -> np.ndarray:
+      shares = hosts.agree(
+        "advantages",
+        {"sums": sums.tolist()},
+        self.config.placement.timeout_s,
+      )
+      return np.sum([s["sums"] for s in shares], axis=0)
+
+    return advantages.estimate(
+      self.config.advantage,
+      rows.scores,
+      rows.group,
+      rows.agent,
+      rows.episode,
+      turn=np.array([t.index for t in rows.turns], np.int32),
+      tokens=np.array([len(t.completion_ids) for t in rows.turns], np.int32),
+      num_agents=len(self.config.agent_names),
+      per_agent=rows.per_agent,
+      averages=self.averages,
+      total=total,
+    )
+
   def _agree(self, work, groups: list[Group], abandoned: bool) -> list[dict]:
     """One exchange between hosts; nothing else decides between branches."""
     episodes = [e for g in groups for e in g.episodes]
@@ -445,6 +478,7 @@ class Training:
       "work": {
         name: {
           "tokens": w.tokens,
+          "denominator": w.denominator,
           "num_rows": w.size.num_rows,
           "longest": w.size.longest,
         }
@@ -486,7 +520,7 @@ class Training:
           batching.Size(
             max(a["num_rows"] for a in asked), max(a["longest"] for a in asked)
           ),
-          tokens,
+          sum(a["denominator"] for a in asked),
           num_hosts=len(shares),
           agent_norms=norms and len(backbone.agents) > 1,
         )
@@ -572,6 +606,7 @@ class Training:
         versions={n: b.updates for n, b in self.backbones.items()},
         extra={
           "before": self.before,
+          "averages": self.averages.tolist(),
           "deterministic": self.deterministic,
           "totals": self.totals,
           "changes": self.changes,
@@ -604,6 +639,8 @@ class Training:
       self.step_done, self.cursor = run.step, run.cursor
       self.score = run.score
       self.before = run.extra["before"]
+      if "averages" in run.extra:  # not in those of versions without `rae`
+        self.averages = np.array(run.extra["averages"])
       self.deterministic = run.extra["deterministic"]
       self.totals = run.extra["totals"]
     self._earlier = dict(self.totals)

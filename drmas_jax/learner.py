@@ -51,15 +51,18 @@ class Spec:
 
 
 class AgentSums(NamedTuple):
-  """Sums over an update's tokens by agent, [num_agents] each.
+  """Sums over the tokens in an update's loss by agent, [num_agents] each.
 
   `log_ratio_abs` and `_max` compare the learner's log-probs, before the
-  update, with the sampler's: |difference|, summed and at most.
+  update, with the sampler's: |difference|, summed and at most. `importance` is
+  the sum of the importance weights, `importance_cut` counts those at the bound.
   """
 
   tokens: Any
   clipped: Any
   dual_clipped: Any
+  importance: Any
+  importance_cut: Any
   log_ratio_abs: Any
   log_ratio_max: Any
 
@@ -156,67 +159,117 @@ def _shift(x: jax.Array) -> jax.Array:
   return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
 
 
-def _logprobs(spec: Spec, params, rows: Batch, temperature):
-  """[b, T]: log-prob of token t + 1 at t, and 0 weight where there is none."""
+def _next(rows: Batch) -> Batch:
+  """The rows as the hidden states see them: what each is to predict."""
+  by_token = {
+    name: _shift(array)
+    for name, array in rows._asdict().items()
+    if name != "policy_index"  # of rows
+  }
+  return rows._replace(**by_token)
+
+
+def _logprobs(
+  spec: Spec, params, rows: Batch, temperature, with_entropy: bool = False
+):
+  """[b, T] each: log-prob of token t + 1 at t, and the entropy there or
+  None."""
   inputs = transformer.Inputs(
     rows.tokens, rows.positions, rows.segment_ids, rows.policy_index
   )
   hidden, _ = transformer.forward(
     params, inputs, config=spec.model, mesh=spec.mesh
   )
-  values, _ = logprobs.token_logprobs(
+  return logprobs.token_logprobs(
     hidden,
     transformer.head(params, spec.model),
     _shift(rows.tokens),
     temperature[_shift(rows.agent_index)],
     vocab_size=spec.vocab_size,
     chunk=spec.head_chunk,
-    with_entropy=False,
+    with_entropy=with_entropy,
   )
-  return values
 
 
 def _loss(spec: Spec, params, rows: Batch, old, advantages, scale, temperature):
   """sum(loss * weight) * scale, and sums by agent."""
-  new = _logprobs(spec, params, rows, temperature)
-  weights, mask = _shift(rows.weights), _shift(rows.mask)
+  settings = spec.loss or config_lib.Loss()
+  new, entropy = _logprobs(
+    spec, params, rows, temperature, settings.entropy_weight > 0
+  )
+  shifted = _next(rows)
+  weights, sampled = shifted.weights, shifted.mask > 0
   # Where nothing was sampled both sides are 0, so that ratios there are 1.
-  new = jnp.where(mask > 0, new, 0.0)
-  old = jnp.where(mask > 0, _shift(old), 0.0)
-  if spec.loss is None:
-    function, settings = losses.cross_entropy, config_lib.Loss()
-  else:
-    function, settings = losses.LOSSES[spec.loss.name], spec.loss
-  out = function(
+  new = jnp.where(sampled, new, 0.0)
+  old = jnp.where(sampled, _shift(old), 0.0)
+  completions = _completions(shifted.turn_index, sampled)
+  out = _token_loss(spec)(
     new,
     old,
     _shift(advantages),
+    completions,
     clip_low=settings.clip_low,
     clip_high=settings.clip_high,
     dual_clip=settings.dual_clip,
   )
-  loss = jnp.sum(jnp.where(weights > 0, out.loss * weights, 0.0)) * scale
-  gap = jnp.where(mask > 0, jnp.abs(new - _shift(rows.sampler_logprobs)), 0.0)
-  sums = _agent_sums(spec, _shift(rows.agent_index), mask, out, gap)
-  error = jnp.max(jnp.where(mask > 0, jnp.abs(out.ratio - 1), 0.0))
+  behaviour = shifted.sampler_logprobs - shifted.log_kept_mass
+  factor, cut = losses.importance_weights(
+    old - jnp.where(sampled, behaviour, 0.0),
+    completions,
+    kind=settings.importance,
+    bound=settings.importance_bound,
+  )
+  loss = out.loss * factor
+  if settings.entropy_weight:
+    loss -= settings.entropy_weight * entropy
+  loss = jnp.sum(jnp.where(weights > 0, loss * weights, 0.0)) * scale
+  sums, error = _agent_sums(
+    spec,
+    jnp.where(weights > 0, shifted.agent_index, -1),
+    out,
+    (factor, cut),
+    jnp.abs(new - shifted.sampler_logprobs),
+  )
   return loss, (sums, error)
 
 
-def _agent_sums(spec: Spec, agent, mask, out: losses.TokenLoss, gap):
+def _token_loss(spec: Spec):
+  if spec.loss is None:
+    return losses.cross_entropy
+  return losses.LOSSES[spec.loss.name]
+
+
+def _completions(turn_index: jax.Array, sampled: jax.Array) -> jax.Array:
+  """[b, T]: place of a token's completion in its row, from 1; 0: not sampled.
+
+  Turns of a row lie one behind the other, and each has an index of its own.
+  """
+  new = turn_index[:, 1:] != turn_index[:, :-1]
+  place = jnp.pad(jnp.cumsum(new, axis=1), [(0, 0), (1, 0)])
+  return jnp.where(sampled, place + 1, 0)
+
+
+def _agent_sums(spec: Spec, agent, out: losses.TokenLoss, importance, gap):
+  """Sums by agent, and max |ratio - 1|; `agent` is -1 for what is left out."""
+
   def total(x):
     return jnp.stack(
-      [jnp.sum(x * mask * (agent == k)) for k in range(spec.num_agents)]
+      [jnp.sum(jnp.where(agent == k, x, 0.0)) for k in range(spec.num_agents)]
     )
 
-  return AgentSums(
-    tokens=total(jnp.ones_like(mask)),
+  factor, cut = importance
+  sums = AgentSums(
+    tokens=total(1.0),
     clipped=total(out.clipped),
     dual_clipped=total(out.dual_clipped),
+    importance=total(factor),
+    importance_cut=total(cut),
     log_ratio_abs=total(gap),
     log_ratio_max=jnp.stack(
-      [jnp.max(gap * (agent == k)) for k in range(spec.num_agents)]
+      [jnp.max(jnp.where(agent == k, gap, 0.0)) for k in range(spec.num_agents)]
     ),
   )
+  return sums, jnp.max(jnp.where(agent >= 0, jnp.abs(out.ratio - 1), 0.0))
 
 
 def _micro(tree, i):
@@ -317,7 +370,7 @@ def _score(spec, params, batch, num_micro, temperature):
 
   def body(i, out):
     rows = _micro(batch, i)
-    values = _logprobs(spec, params, rows, temperature)
+    values, _ = _logprobs(spec, params, rows, temperature)
     # Back from "what t predicts" to "the token at t".
     values = jnp.concatenate(
       [jnp.zeros_like(values[:, :1]), values[:, :-1]], axis=1

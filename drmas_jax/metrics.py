@@ -203,6 +203,8 @@ def update(
       found |= {
         f"clip_fraction/{agent}": output.sums.clipped[k] / tokens,
         f"dual_clip_fraction/{agent}": output.sums.dual_clipped[k] / tokens,
+        f"importance/{agent}": output.sums.importance[k] / tokens,
+        f"importance_cut/{agent}": output.sums.importance_cut[k] / tokens,
         f"logprob_gap/{agent}": output.sums.log_ratio_abs[k] / tokens,
         f"logprob_gap_max/{agent}": output.sums.log_ratio_max[k],
       }

@@ -205,6 +205,7 @@ class Batch(NamedTuple):
     turn_index: int32 into the step's [N] turns.
     weights: float32 factor of a token in the loss; 0 for padding.
     sampler_logprobs: float32, 0 where mask is 0.
+    log_kept_mass: float32, 0 where mask is 0.
   """
 
   tokens: Any
@@ -216,6 +217,7 @@ class Batch(NamedTuple):
   turn_index: Any
   weights: Any
   sampler_logprobs: Any
+  log_kept_mass: Any
 
 
 class TrainState(NamedTuple):

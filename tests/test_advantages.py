@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -28,18 +29,60 @@ def run(
   *,
   num_agents=3,
   per_agent=False,
+  turn=None,
+  tokens=None,
+  averages=None,
   **options,
 ):
-  config = config_lib.Advantage(name=name, **options)
-  return advantages.estimate(
-    config,
+  """Advantages, and in `averages` what is for the next step."""
+  got, averages = advantages.estimate(
+    config_lib.Advantage(name=name, **options),
     np.array(scores),
     np.array(group),
     np.array(agent),
     np.array(episode),
+    turn=np.zeros(len(scores), int) if turn is None else np.array(turn),
+    tokens=np.ones(len(scores), int) if tokens is None else np.array(tokens),
     num_agents=num_agents,
     per_agent=per_agent,
+    averages=averages,
   )
+  return types.SimpleNamespace(**got._asdict(), averages=averages)
+
+
+# Estimators in their forms: each is compiled, so not all of those possible.
+FORMS = [
+  (name, dict(over=over, count=count))
+  for name, over, count in (
+    ("agent_wise", "agent", "turn"),
+    ("agent_wise", "agent", "episode"),
+    ("grpo", "agent", "turn"),
+    ("mean_only", "agent", "turn"),
+    ("std_only", "agent", "episode"),
+    ("global_call", "agent", "turn"),
+    ("rloo", "agent", "episode"),
+    ("rloo", "team", "turn"),
+    ("dr_grpo", "team", "episode"),
+    ("reinforce_plus_plus_baseline", "agent", "turn"),
+    ("reinforce_plus_plus_baseline", "team", "episode"),
+    ("rae", "agent", "episode"),
+  )
+]
+
+
+def kinds(*names):
+  """The forms of these estimators, or of all."""
+  return [
+    pytest.param(*form, id="-".join((form[0], *form[1].values())))
+    for form in FORMS
+    if form[0] in (names or advantages.ESTIMATORS)
+  ]
+
+
+every = pytest.mark.parametrize(("name", "options"), kinds())
+# Those whose baseline is a group of this step, and theirs that have a scale.
+SCALED = ("agent_wise", "grpo", "mean_only", "std_only", "global_call")
+OF_GROUPS = (*SCALED, "rloo", "dr_grpo")
 
 
 # One task, three episodes won, lost, won; a searching team of Verifier,
@@ -61,29 +104,246 @@ def test_agent_wise_by_hand():
   assert got.num_zero_variance.tolist() == [0, 0, 0]
 
 
-def test_grpo_by_hand():
-  got = run("grpo", **HAND)
-  want = [0.5802] * 4 + [-1.1547] * 2 + [0.5745] * 6
-  np.testing.assert_allclose(got.values, want, atol=5e-5)
+HAND_NUMBERS = [
+  ("grpo", {}, [0.5802] * 4 + [-1.1547] * 2 + [0.5745] * 6),
+  (
+    "mean_only",
+    {},
+    [0.2920, 0.0058, 0.2920, 0.5783, -1.4429, -1.1566]
+    + [0.2747, 0.0058, 0.2920, -0.0116, 0.2920, 0.5783],
+  ),
+  (
+    "std_only",
+    {},
+    [0.8208, 57.9174, 0.8208, 0.5793, -1.6335, -1.1528]
+    + [0.7963, 57.9174, 0.8208, 56.1857, 0.8208, 0.5793],
+  ),
+  (
+    "global_call",
+    {},
+    [0.4333] * 4
+    + [-2.1408] * 2
+    + [0.4076, 0.4333, 0.4333, 0.4076, 0.4333, 0.4333],
+  ),
+  # Verifier: sum 4.99 of 6; others' mean for a 1 is 3.99 / 5. Searcher: 2.99
+  # of 3. Answerer: 2 of 3.
+  (
+    "rloo",
+    {},
+    [0.202, 0.005, 0.202, 0.5, -0.998, -1, 0.19, 0.005, 0.202, -0.01]
+    + [0.202, 0.5],
+  ),
+  # Episodes 1, 0 and (0.99 + 1 + 1 + 0.99 + 1 + 1) / 6 = 0.99667.
+  (
+    "rloo",
+    dict(over="team", count="episode"),
+    [0.50167] * 4 + [-0.99833] * 2 + [0.49667] * 6,
+  ),
+  (
+    "dr_grpo",
+    {},
+    [0.16833, 0.00333, 0.16833, 0.33333, -0.83167, -0.66667]
+    + [0.15833, 0.00333, 0.16833, -0.00667, 0.16833, 0.33333],
+  ),
+  # Verifier by episode: 1, 0, (0.99 + 1 + 1) / 3 = 0.99667: mean 0.66556,
+  # deviation 0.57639. Searcher: 1, 0.995: root(1/2), less for the 1e-6.
+  (
+    "agent_wise",
+    dict(count="episode"),
+    [0.5802, 0.7069, 0.5802, 0.5773, -1.1547, -1.1547]
+    + [0.5745, -0.7069, 0.5745, -0.7069, 0.5745, 0.5773],
+  ),
+]
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["name"])
+@pytest.mark.parametrize(("name", "options", "want"), HAND_NUMBERS)
+def test_by_hand(name, options, want):
+  got = run(name, **HAND, **options)
+  # 57.9 has as many digits as 0.58.
+  np.testing.assert_allclose(got.values, want, atol=6e-5, rtol=2e-5)
+
+
+def test_groups_by_turn_index():
+  # Two episodes of solver, verifier, solver: the solver's first turns are won
+  # and lost, its second ones too, the other way round; the verifier's equal.
+  scores = [1, 1, 0, 0, 1, 1]
+  rows = (scores, [0] * 6, [0, 1, 0] * 2, [0] * 3 + [1] * 3)
+  got = run("agent_wise", *rows, turn=[0, 1, 2] * 2, by_turn=True)
+  root = 1 / math.sqrt(2)
+  want = [root, 0, -root, -root, 0, root]
+  np.testing.assert_allclose(got.values, want, atol=2e-6)
+  together = run("agent_wise", *rows, turn=[0, 1, 2] * 2)
+  np.testing.assert_allclose(together.values[0], 0.5 / math.sqrt(1 / 3), 1e-5)
+  # A turn that one episode alone has come to is a group of one.
+  late = run("agent_wise", *rows, turn=[0, 1, 2, 0, 1, 9], by_turn=True)
+  assert late.values[[2, 5]].tolist() == [0, 0]
+  assert late.num_singleton.tolist() == [2, 0, 0]
+
+
+def test_std_only_falls_back_to_the_groups_deviation():
+  # The verifier's turns are equal in a group that is mixed: mu 0.75 of the
+  # episodes' means 1 and 0.5, sigma 0.35355.
+  rows = ([1, 1, 0, 1], [0] * 4, [0, 1, 0, 1], [0, 0, 1, 1])
+  got = run("std_only", *rows)
+  np.testing.assert_allclose(got.values[[1, 3]], 0.25 / 0.35355, rtol=1e-4)
+  assert got.num_zero_variance.tolist() == [0, 0, 0]
+  # Those of the solver, 1 and 0, have one of their own: 0.70711.
+  want = np.array([0.25, -0.75]) / 0.70711
+  np.testing.assert_allclose(got.values[[0, 2]], want, rtol=1e-4)
+
+
+def test_mean_only_has_no_scale_where_the_group_has_none():
+  # Both episodes score 0.5 while the agents' scores differ.
+  got = run("mean_only", [1, 0, 0, 1], [0] * 4, [0, 1] * 2, [0, 0, 1, 1])
+  assert (got.values == 0).all()
+  assert got.num_zero_variance.tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("over", ["agent", "team"])
+def test_whitened_over_tokens(over):
+  scores, agent = np.array([1, 0, 1, 0, 0.5, 0]), np.array([0, 0, 1, 1, 0, 1])
+  tokens = np.array([3, 1, 2, 5, 4, 1])
+  group = [0, 0, 0, 0, 1, 1]  # in group 1 both agents are alone
+  rows = (scores, group, agent, [0, 1, 0, 1, 2, 2])
+  name = "reinforce_plus_plus_baseline"
+  options = dict(tokens=tokens, over=over, zero_tolerance=0.0, singleton="raw")
+  got = run(name, *rows, **options)
+  centred = np.array([0.5, -0.5, 0.5, -0.5, 0.5, 0])
+  if over == "team":
+    centred[5] = -0.25
+    centred[4] = 0.25
+  alike = np.zeros(6) if over == "team" else agent
+  want = np.zeros(6)
+  for k in set(alike):
+    flat = np.repeat(centred[alike == k], tokens[alike == k])
+    want[alike == k] = (centred[alike == k] - flat.mean()) / np.sqrt(
+      flat.var(ddof=1) + 1e-8
+    )
+  np.testing.assert_allclose(got.values, want, atol=5e-6)
+
+
+def test_whitening_keeps_the_zeros_of_the_rules():
+  rows = ([1, 0, 1, 1, 1], [0, 0, 1, 1, 2], [0] * 5, range(5))
+  name = "reinforce_plus_plus_baseline"
+  got = run(name, *rows, tokens=[9, 1, 1, 1, 1])
+  assert (got.values[2:] == 0).all() and (got.values[:2] != 0).all()
+  assert got.num_singleton[0] == got.num_zero_variance[0] == 1
+  as_reference = run(
+    name, *rows, tokens=[9, 1, 1, 1, 1], zero_tolerance=0.0, singleton="raw"
+  )
+  assert (as_reference.values != 0).all()
+
+
+def test_rae_by_hand():
+  # No average yet: like a group of one. Then 0.5, whatever the decay.
+  def play(scores, agent, averages, **options):
+    n = len(scores)
+    rows = (scores, range(n), agent, range(n))
+    return run("rae", *rows, averages=averages, num_agents=2, **options)
+
+  first = play([1, 0, 1], [0, 0, 1], None)
+  assert (first.values == 0).all()
+  assert first.num_singleton.tolist() == [2, 1]
+  np.testing.assert_allclose(first.averages, [[0.025, 0.05], [0.05, 0.05]])
+  raw = play([1, 0, 1], [0, 0, 1], None, singleton="raw")
+  np.testing.assert_allclose(raw.values, [1, 0, 1], atol=2e-6)
+  # The second agent does not speak, and keeps its average.
+  second = play([1, 1], [0, 0], first.averages)
+  np.testing.assert_allclose(second.values, [0.5, 0.5])
+  want = [[0.95 * 0.025 + 0.05, 0.95 * 0.05 + 0.05], [0.05, 0.05]]
+  np.testing.assert_allclose(second.averages, want)
+  third = play([0, 1], [0, 1], second.averages)
+  want = [-(0.95 * 0.5 + 1) / 1.95, 0]
+  np.testing.assert_allclose(third.values, want, rtol=1e-6)
+  assert third.num_singleton.tolist() == [0, 0]
+  # The half-life is the option's.
+  other = play([1, 1], [0, 0], first.averages, decay=0.5)
+  np.testing.assert_allclose(other.averages[0], [0.5125, 0.525])
+
+
+def test_rae_counts_an_agents_turns_in_an_episode_once():
+  rows = ([1, 1, 1, 0], [0] * 4, [0] * 4, [0, 0, 0, 1])
+  by_turn, by_episode = (
+    run("rae", *rows, count=count).averages[0] for count in ("turn", "episode")
+  )
+  np.testing.assert_allclose(by_turn, [0.05 * 0.75, 0.05])
+  np.testing.assert_allclose(by_episode, [0.05 * 0.5, 0.05])
+
+
 @pytest.mark.parametrize(
-  ("name", "key"), [("agent_wise", "drmas_agent_wise"), ("grpo", "grpo_global")]
+  ("name", "over"),
+  [
+    ("rae", "agent"),
+    ("reinforce_plus_plus_baseline", "agent"),
+    ("reinforce_plus_plus_baseline", "team"),
+  ],
 )
-def test_reference_numbers(case, name, key):
-  agents = sorted(set(case["agent"]))
+def test_two_hosts_are_as_one(name, over):
+  """Each with its own groups; sums are exchanged at one place."""
+  rng = np.random.default_rng(3)
+  scores, agent = rng.random(12), np.tile([0, 1, 0], 4)
+  episode = np.repeat(np.arange(4), 3)
+  group, tokens = episode // 2, rng.integers(1, 9, 12)
+  config = config_lib.Advantage(name=name, over=over)
+  averages = np.array([[0.03, 0.1], [0.0, 0.0]])
+
+  def play(rows, total):
+    columns = (x[rows] for x in (scores, group, agent, episode))
+    return advantages.estimate(
+      config,
+      *columns,
+      turn=np.zeros(len(rows), int),
+      tokens=tokens[rows],
+      num_agents=2,
+      averages=averages,
+      total=total,
+    )
+
+  own = []
+  whole, state = play(np.arange(12), lambda sums: (own.append(sums), sums)[1])
+  halves = [np.arange(6), np.arange(6, 12)]
+  asked = []
+  for half in halves:
+    play(half, lambda sums: (asked.append(sums), sums)[1])
+  np.testing.assert_allclose(sum(asked), own[0], rtol=1e-6)
+  parts = [play(half, lambda sums: sum(asked)) for half in halves]
+  values = np.concatenate([part.values for part, _ in parts])
+  np.testing.assert_allclose(values, whole.values, atol=2e-6)
+  assert (parts[0][1] == parts[1][1]).all()
+  np.testing.assert_allclose(parts[0][1], state, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("key", "name", "options"),
+  [
+    ("drmas_agent_wise", "agent_wise", {}),
+    ("grpo_global", "grpo", {}),
+    ("agent_wise_no_std", "dr_grpo", {}),
+    ("grpo_global_no_std", "dr_grpo", dict(over="team", count="episode")),
+    ("rloo_agent_wise", "rloo", {}),
+  ],
+)
+def test_reference_numbers(key, name, options):
+  """All cases as one step, with ids of their own."""
+
+  def column(key):
+    return np.concatenate([case[key] for case in GOLDEN])
+
+  apart = np.repeat(range(len(GOLDEN)), [len(c["score"]) for c in GOLDEN])
+
+  names, agent = np.unique(column("agent"), return_inverse=True)
   got = run(
     name,
-    case["score"],
-    case["group"],
-    [agents.index(a) for a in case["agent"]],
-    case["episode"],
-    num_agents=len(agents),
+    column("score"),
+    column("group") + 1000 * apart,
+    agent,
+    column("episode") + 1000 * apart,
+    num_agents=len(names),
     singleton="raw",
     zero_tolerance=0.0,
+    **options,
   )
-  np.testing.assert_allclose(got.values, case[key], atol=2e-5)
+  np.testing.assert_allclose(got.values, column(key), atol=2e-5)
 
 
 def test_the_agents_of_a_group_do_not_touch_each_other():
@@ -158,8 +418,8 @@ def test_grpo_counts_an_agents_turns_in_an_episode_once():
 
 @st.composite
 def steps(draw):
-  """Rows of a step: scores, group, agent, episode."""
-  num_rows = draw(st.integers(1, 24))
+  """Rows of a step, of one padded width: scores, group, agent, episode."""
+  num_rows = draw(st.integers(17, 24))
   rows = []
   for _ in range(num_rows):
     group = draw(st.integers(0, 2))
@@ -174,45 +434,99 @@ def steps(draw):
   return tuple(np.array(x) for x in zip(*rows, strict=True))
 
 
-@pytest.mark.parametrize("name", ["agent_wise", "grpo"])
-@settings(max_examples=40, deadline=None)
+AVERAGES = np.array([[0.3, 0.5], [0.0, 0.05], [0.0, 0.0]])  # of rae
+
+
+@every
+@settings(max_examples=5, deadline=None)
 @given(rows=steps(), seed=st.integers(0, 99))
-def test_order_of_rows_does_not_matter(name, rows, seed):
-  order = np.random.default_rng(seed).permutation(len(rows[0]))
-  straight = run(name, *rows)
-  shuffled = run(name, *(x[order] for x in rows))
-  np.testing.assert_allclose(shuffled.values, straight.values[order], atol=5e-6)
+def test_order_of_rows_does_not_matter(name, options, rows, seed):
+  rng = np.random.default_rng(seed)
+  order, tokens = (
+    rng.permutation(len(rows[0])),
+    rng.integers(1, 9, len(rows[0])),
+  )
+  options = options | dict(averages=AVERAGES)
+  straight = run(name, *rows, tokens=tokens, **options)
+  shuffled = run(
+    name, *(x[order] for x in rows), tokens=tokens[order], **options
+  )
+  np.testing.assert_allclose(
+    shuffled.values, straight.values[order], atol=2e-5, rtol=1e-5
+  )
   assert (shuffled.num_singleton == straight.num_singleton).all()
   assert (shuffled.num_zero_variance == straight.num_zero_variance).all()
+  np.testing.assert_allclose(shuffled.averages, straight.averages, rtol=1e-6)
 
 
-@pytest.mark.parametrize("per_agent", [False, True])
-@pytest.mark.parametrize("name", ["agent_wise", "grpo"])
-def test_padding_changes_nothing_and_gets_nothing(name, per_agent):
-  shape = dict(num_groups=4, num_agents=3, num_episodes=8, per_agent=per_agent)
+@pytest.mark.parametrize(("name", "options"), kinds(*OF_GROUPS))
+@settings(max_examples=5, deadline=None)
+@given(rows=steps(), shift=st.sampled_from([-2.0, 0.5, 1.0]))
+def test_a_shift_of_all_scores_changes_nothing(name, options, rows, shift):
+  straight = run(name, *rows, **options).values
+  shifted = run(name, rows[0] + shift, *rows[1:], **options).values
+  np.testing.assert_allclose(shifted, straight, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("name", "options"), kinds(*OF_GROUPS))
+@settings(max_examples=5, deadline=None)
+@given(rows=steps(), scale=st.sampled_from([2.0, 7.0]))
+def test_a_scale_of_all_scores(name, options, rows, scale):
+  straight = run(name, *rows, **options).values
+  scaled = run(name, rows[0] * scale, *rows[1:], **options).values
+  want = straight if name in SCALED else straight * scale
+  np.testing.assert_allclose(scaled, want, atol=2e-4, rtol=5e-4)
+
+
+@pytest.mark.parametrize(
+  ("name", "options", "per_agent"),
+  [(*form, False) for form in FORMS] + [("grpo", {}, True)],
+)
+def test_padding_changes_nothing_and_gets_nothing(name, options, per_agent):
+  sizes = advantages.Sizes(32, 3, 32, per_agent)
+  config = config_lib.Advantage(name=name, **options)
+  work = advantages.Run(AVERAGES, lambda sums: sums)
   rng = np.random.default_rng(0)
+  group = rng.integers(0, 3, 11, np.int32)
   rows = [
     rng.random(11).astype(np.float32),
-    rng.integers(0, 3, 11),
-    rng.integers(0, 3, 11),
-    None,
+    group,
+    rng.integers(0, 3, 11, np.int32),
+    2 * group + rng.integers(0, 2, 11, np.int32),
+    rng.integers(1, 9, 11, np.int32),
   ]
-  rows[3] = 2 * rows[1] + rng.integers(0, 2, 11)
-  straight = advantages.ESTIMATORS[name](*rows, np.ones(11, bool), **shape)
-  # Padding rows that look real in all but the flag, among the real ones.
-  at = rng.permutation(17)[:11]
-  real = np.zeros(17, bool)
-  real[at] = True
-  padded = []
-  for x in rows:
-    wide = rng.integers(0, 3, 17).astype(x.dtype)
-    wide[at] = x
-    padded.append(wide)
-  got = advantages.ESTIMATORS[name](*padded, real, **shape)
-  np.testing.assert_allclose(got.values[at], straight.values, atol=2e-6)
+
+  def play(at):
+    """With rows that look real in all but the flag, among the real ones."""
+    real = np.zeros(32, bool)
+    real[at] = True
+    columns = []
+    for x in rows:
+      wide = rng.integers(0, 3, 32).astype(x.dtype)
+      wide[at] = x
+      columns.append(wide)
+    return *advantages.ESTIMATORS[name](
+      advantages.Turns(*columns, real), config, sizes, work
+    ), real
+
+  at = rng.permutation(32)[:11]
+  straight, after, _ = play(np.arange(11))
+  got, padded_after, real = play(at)
+  np.testing.assert_allclose(got.values[at], straight.values[:11], atol=3e-6)
   assert (np.asarray(got.values)[~real] == 0).all()
   assert (got.num_singleton == straight.num_singleton).all()
   assert (got.num_zero_variance == straight.num_zero_variance).all()
+  np.testing.assert_allclose(padded_after, after, rtol=1e-6)
+
+
+@every
+def test_who_is_alone_gets_nothing(name, options):
+  # Every row is a group, an agent's and an episode of its own.
+  rows = (np.linspace(-1, 1, 20), range(20), [0] * 20, range(20))
+  got = run(name, *rows, **options)
+  assert (got.values == 0).all()
+  assert got.num_singleton.tolist() == [20, 0, 0]
+  assert got.num_zero_variance.tolist() == [0, 0, 0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -230,20 +544,38 @@ def test_agent_wise_has_mean_zero_and_a_bound(rows):
     assert (own == 0).all() == (len(set(row_scores)) == 1)
 
 
-@pytest.mark.parametrize("tolerance", [0.0, 1e-5])
-@pytest.mark.parametrize("name", ["agent_wise", "grpo"])
-@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize(
+  ("name", "options", "tolerance"),
+  [
+    (*form, 1e-5)
+    for form in FORMS
+    if form[0] in (*OF_GROUPS, "reinforce_plus_plus_baseline")
+  ]
+  + [("agent_wise", {}, 0.0), ("grpo", {}, 0.0)],
+)
+@settings(max_examples=5, deadline=None)
 @given(
   score=st.floats(-1e3, 1e3, width=32, allow_subnormal=False),
-  turns=st.lists(st.integers(1, 4), min_size=2, max_size=5),
+  turns=st.lists(st.integers(5, 7), min_size=4, max_size=4),
 )
-def test_equal_scores_are_exactly_zero(name, tolerance, score, turns):
+def test_equal_scores_are_exactly_zero(name, options, tolerance, score, turns):
   episode = np.repeat(np.arange(len(turns)), turns)
-  zeros = np.zeros_like(episode)
   scores = np.full(len(episode), score)
-  got = run(name, scores, zeros, zeros, episode, zero_tolerance=tolerance)
+  agent = np.arange(len(episode)) % 2
+  rows = (scores, np.zeros_like(episode), agent, episode)
+  got = run(name, *rows, zero_tolerance=tolerance, **options)
   assert (got.values == 0).all()
-  assert got.num_zero_variance.tolist() == [1, 0, 0]
+  assert got.num_zero_variance.tolist() == [1, 1, 0]
+
+
+def test_rae_of_scores_that_never_change_is_exactly_zero():
+  rows = ([0.9] * 4, [0, 0, 1, 2], [0] * 4, range(4))
+  averages = None
+  for _ in range(20):
+    got = run("rae", *rows, averages=averages)
+    averages = got.averages
+    assert (got.values == 0).all()
+  assert got.num_zero_variance.tolist() == [3, 0, 0]
 
 
 def test_no_rows_at_all():
@@ -253,11 +585,15 @@ def test_no_rows_at_all():
 
 
 def test_few_shapes():
-  for estimator in advantages.ESTIMATORS.values():
-    before = estimator._cache_size()
+  for name in ("agent_wise", "grpo"):
+    program = advantages.ESTIMATORS[name].__wrapped__
+    before = program._cache_size()
     for n in (33, 47, 64):
       index = np.arange(n)
       episode = index // 4
-      run("agent_wise", index % 2, episode // 4, index % 3, episode)
-      run("grpo", index % 2, episode // 4, index % 3, episode)
-    assert estimator._cache_size() <= before + 1
+      run(name, index % 2, episode // 4, index % 3, episode)
+    assert program._cache_size() == before + 1
+
+
+def test_every_estimator_says_what_it_reads():
+  assert tuple(advantages.READS) == tuple(advantages.ESTIMATORS)

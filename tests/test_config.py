@@ -281,9 +281,49 @@ WRONG = [
     "…or write name='grpo'",
   ),
   (
+    "advantage.decay=0.5",
+    "advantage.decay: has no effect with advantage.name='agent_wise'; remove "
+    "it, or write name='rae'",
+  ),
+  (
+    "advantage={'name': 'grpo', 'over': 'team'}",
+    "advantage.over: has no effect with advantage.name='grpo'; remove it, or "
+    "write name='rloo'",
+  ),
+  (
+    "advantage={'count': 'episode', 'by_turn': True}",
+    "advantage.by_turn: has no effect with advantage.count='episode'…",
+  ),
+  (
+    "advantage={'name': 'rloo', 'over': 'team', 'pool_agents': True}",
+    "advantage.pool_agents: has no effect with advantage.over='team' and "
+    "count='turn'…",
+  ),
+  (
     "agents.solver.sampling.top_k=20",
     "agents.solver.sampling: top_k=20, top_p=1 would train on tokens drawn…"
-    "write 0 and 1 (eval.sampling is free)",
+    "write 0 and 1 (eval.sampling is free), or policies.alice.loss.importance="
+    "'token'",
+  ),
+  (
+    "policies.bob.loss.importance=token",
+    "policies.bob.loss.importance: has no effect with old_logprobs='sampler' "
+    "and top_k=0, top_p=1 for all its agents; remove it, or write…",
+  ),
+  (
+    "policies.bob.loss={'name': 'gspo', 'dual_clip': 2.0}",
+    "policies.bob.loss.dual_clip: has no effect with loss.name='gspo'; remove "
+    "it",
+  ),
+  (
+    "policies.bob.loss.divisor=512",
+    "policies.bob.loss.divisor: has no effect with loss.aggregation="
+    "'token_mean'; remove it",
+  ),
+  (
+    "policies.bob.loss.importance_bound=3",
+    "policies.bob.loss.importance_bound: has no effect with loss.importance="
+    "'none'; remove it",
   ),
   (
     "placement.timeout_s=10",
@@ -525,6 +565,16 @@ def test_broken_file(write, text, expected):
 def test_file_that_returns_something_else(write):
   with pytest.raises(ConfigError, match="returned list; return a ConfigDict"):
     config_lib.read(write("def get_config():\n  return []"))
+
+
+def test_top_p_trains_where_weights_correct_for_it(read):
+  config = read(
+    "agents.solver.sampling.top_p=0.9", "policies.alice.loss.importance=token"
+  )
+  assert config.policies["alice"].loss.importance_bound == 2
+  read(
+    "policies.bob.loss.importance=token", "policies.bob.old_logprobs=learner"
+  )
 
 
 @pytest.mark.parametrize("name", ["missing.py", "own_team", "notes.txt"])

@@ -1,13 +1,14 @@
 """The train step: exact accumulation, sharding, skipping, one compilation."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drmas_jax import batching, learner, placement
+from drmas_jax import backbone, batching, learner, losses, placement, rewards
 from drmas_jax import config as config_lib
 from drmas_jax.models import transformer
 from drmas_jax.types import Turn
@@ -267,3 +268,215 @@ def test_vocabulary_padding_is_masked_in_score():
     atol=1e-6,
   )
   assert jnp.isfinite(score(loud, batch, 1, TEMPERATURE)).all()
+
+
+# -- what a loss may be made of ------------------------------------------------
+
+SMALL = dataclasses.replace(MODEL, num_layers=1)
+SETTINGS = {
+  "gspo": config_lib.Loss(
+    name="gspo",
+    clip_low=0.2,
+    clip_high=0.1,
+    aggregation="sequence_mean",
+    importance="sequence",
+  ),
+  "cispo": config_lib.Loss(
+    name="cispo",
+    aggregation="sequence_sum",
+    divisor=5.0,
+    entropy_weight=0.3,
+    importance="token",
+    importance_bound=1.25,
+  ),
+  "clipped": config_lib.Loss(
+    aggregation="sequence_mean", mask_truncated=True, importance="rejection"
+  ),
+}
+
+
+def make_chats():
+  """Six turns, of which the first three and the next two are chats."""
+  rng, known, turns = np.random.default_rng(4), np.zeros(0, np.int32), []
+  for i, turn in enumerate(make_turns(6)):
+    if i in (0, 3, 5):
+      known = known[:0]
+    prompt = np.concatenate([known, turn.prompt_ids[:2]])
+    known = np.concatenate([prompt, turn.completion_ids])
+    kept = -0.2 * rng.random(len(turn.completion_ids))
+    turns.append(
+      dataclasses.replace(
+        turn,
+        agent="a",
+        prompt_ids=prompt,
+        log_kept_mass=kept.astype(np.float32),
+        stop_reason="length" if i == 1 else "stop",
+      )
+    )
+  return turns
+
+
+CHATS, SIGNS = make_chats(), np.array([1, -1, 0.5, -2, 1.5, 0.7], np.float32)
+
+
+def weigh(settings):
+  lengths = np.array([len(t.completion_ids) for t in CHATS])
+  cut = np.array([t.stop_reason == "length" for t in CHATS])
+  counted = ~cut if settings.mask_truncated else np.ones(6, bool)
+  return losses.aggregate(
+    lengths, counted, settings.aggregation, settings.divisor
+  )
+
+
+@functools.cache
+def small():
+  """Parameters, on the host."""
+  return jax.device_get(transformer.init_params(SMALL, jax.random.key(0)))
+
+
+def update(settings, mesh, rows, num_micro, micro_batch, trips, length):
+  """One update on the chats in some layout; (parameters, output)."""
+  spec = dataclasses.replace(make_spec(mesh), model=SMALL, loss=settings)
+  weights, denominator = weigh(settings)
+  batch = batching.pack(
+    CHATS,
+    range(6),
+    [0] * 6,
+    num_micro=num_micro,
+    micro_batch=micro_batch,
+    length=length,
+    rows=rows,
+    weights=weights,
+  )
+  programs = learner.programs(spec)
+  params = jax.device_put(small(), learner.state_shardings(spec).params)
+  args = placement.global_batch(
+    # As if the learner's log-probs were others than the sampler's.
+    (batch, 0.9 * batch.sampler_logprobs, batching.gather(SIGNS, batch)),
+    spec.mesh,
+  )
+  state, out = programs.train_step(
+    programs.init(params),
+    *args,
+    np.float32(denominator),
+    trips,
+    TEMPERATURE,
+  )
+  return placement.fetch(state.params), jax.device_get(out)
+
+
+@functools.cache
+def predictions(i):
+  """Log-probs of a completion, and entropies, by the whole softmax."""
+  turn = CHATS[i]
+  tokens = np.concatenate([turn.prompt_ids, turn.completion_ids])[None]
+  inputs = transformer.Inputs(
+    tokens,
+    np.arange(tokens.size)[None],
+    np.ones_like(tokens),
+    np.zeros(1, np.int32),
+  )
+  hidden, _ = transformer.forward(small(), inputs, config=SMALL, mesh=None)
+  logits = np.asarray(hidden @ transformer.head(small(), SMALL), np.float64)
+  logits = logits[0, len(turn.prompt_ids) - 1 : -1, :30]
+  logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  chosen = logp[np.arange(len(turn.completion_ids)), turn.completion_ids]
+  return chosen, -(np.exp(logp) * logp).sum(-1)
+
+
+def terms(s, i):
+  """The token losses of one completion."""
+  turn, advantage = CHATS[i], SIGNS[i]
+  new, entropy = predictions(i)
+  log_ratio = new - 0.9 * turn.sampler_logprobs
+  ratio = np.exp(log_ratio.mean() if s.name == "gspo" else log_ratio)
+  bounded = np.clip(ratio, 1 - s.clip_low, 1 + s.clip_high)
+  out = np.maximum(-advantage * ratio, -advantage * bounded)
+  if s.name == "clipped" and advantage < 0:
+    out = np.minimum(out, -advantage * 3.0)
+  if s.name == "cispo":
+    out = -advantage * bounded * new
+  rho = turn.log_kept_mass - 0.1 * turn.sampler_logprobs
+  rho = np.exp(rho if s.importance == "token" else rho.sum())
+  factor = np.minimum(rho, s.importance_bound)
+  if s.importance == "rejection":
+    factor = np.where(rho <= s.importance_bound, rho, 0)
+  return np.broadcast_to(out * factor, new.shape) - s.entropy_weight * entropy
+
+
+@pytest.mark.parametrize(
+  "name",
+  # Each compiles two train steps; the others' formulas are test_losses.py's.
+  [
+    pytest.param(n, marks=[] if n == "gspo" else [pytest.mark.slow])
+    for n in SETTINGS
+  ],
+)
+def test_options_by_hand_and_in_any_layout(name):
+  """Rule 10, with sums over completions that share a row."""
+  s = SETTINGS[name]
+  found = [
+    terms(s, i)
+    for i, turn in enumerate(CHATS)
+    if not (s.mask_truncated and turn.stop_reason == "length")
+  ]
+  mean = {
+    "sequence_mean": np.mean([t.mean() for t in found]),
+    "sequence_sum": np.mean([t.sum() for t in found]) / s.divisor,
+  }[s.aggregation]
+  params, out = update(s, make_mesh(), None, 1, 8, 1, 24)
+  np.testing.assert_allclose(out.loss, mean, rtol=1e-5)
+  assert out.grad_norm > 0.01
+  assert out.sums.tokens[0] == sum(map(len, found))
+  assert 0 < out.sums.importance_cut[0] < out.sums.tokens[0]
+  assert 0 < out.sums.clipped[0] < out.sums.tokens[0]
+  rows = [(5,), (3, 4), (0, 1, 2)]
+  packed, other = update(s, make_mesh(), rows, 4, 1, 3, 32)
+  assert_same(params, packed, atol=2e-6)
+  np.testing.assert_allclose(other.loss, out.loss, rtol=1e-5)
+  np.testing.assert_allclose(other.grad_norm, out.grad_norm, rtol=1e-5)
+  for a, b in zip(other.sums, out.sums, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_sums_over_completions_on_a_slice():
+  s, rows = SETTINGS["gspo"], [(0, 1, 2), (3, 4), (5,)]
+  one, out = update(s, make_mesh(), rows, 1, 8, 1, 24)
+  four, other = update(s, make_mesh(2, 2), rows, 1, 8, 1, 24)
+  assert_same(one, four)
+  np.testing.assert_allclose(other.loss, out.loss, rtol=1e-5)
+
+
+def work(loss, advantages=SIGNS):
+  made = object.__new__(backbone.Backbone)
+  made.name = "p"
+  made.policy = config_lib.Policy(checkpoint="x", loss=loss)
+  ids = np.zeros(6, np.int32)
+  rows = rewards.Rows(
+    CHATS, np.zeros(6, np.float32), ids, ids, np.arange(6), False
+  )
+  return made.work(rows, advantages)
+
+
+@pytest.mark.quick
+def test_what_is_counted_is_the_losss():
+  total = sum(len(t.completion_ids) for t in CHATS)
+  assert work(config_lib.Loss()).denominator == total
+  found = work(SETTINGS["clipped"])
+  assert found.denominator == 5 and found.tokens == total
+  assert found.rows == [(0,), (2,), (3,), (4,), (5,)]
+  lengths = np.array([len(t.completion_ids) for t in CHATS])
+  want = np.where(np.arange(6) == 1, 0, 1 / lengths)
+  np.testing.assert_allclose(found.weights, want, rtol=1e-6)
+  assert work(SETTINGS["cispo"]).denominator == 6 * 5.0
+
+
+@pytest.mark.quick
+def test_with_an_entropy_bonus_every_row_has_a_signal():
+  """Rule 12; rows that are cut by length have none even so."""
+  nothing = np.zeros(6, np.float32)
+  assert not work(config_lib.Loss(), nothing).rows
+  bonus = config_lib.Loss(entropy_weight=0.1)
+  assert len(work(bonus, nothing).rows) == 6
+  masked = dataclasses.replace(bonus, mask_truncated=True)
+  assert len(work(masked, nothing).rows) == 5

@@ -352,6 +352,8 @@ def test_an_update_that_was_skipped_says_nothing():
     tokens=np.array([4.0, 0.0]),
     clipped=np.array([1.0, 0.0]),
     dual_clipped=np.zeros(2),
+    importance=np.array([3.0, 0.0]),
+    importance_cut=np.array([2.0, 0.0]),
     log_ratio_abs=np.array([2.0, 0.0]),
     log_ratio_max=np.array([1.5, 0.0]),
   )
@@ -360,6 +362,7 @@ def test_an_update_that_was_skipped_says_nothing():
   )
   found = metrics.update(output, np.array([0.3, 0.4]), "p", {"a": 0, "b": 1})
   assert found["clip_fraction/a"] == 0.25 and found["logprob_gap/a"] == 0.5
+  assert found["importance/a"] == 0.75 and found["importance_cut/a"] == 0.5
   assert "clip_fraction/b" not in found
   assert found["grad_norm/p/b"] == 0.4
   alone = metrics.update(output, None, "p", {"a": 0})

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from drmas_jax import engine, logprobs, sharding
 from drmas_jax.models import (
   layers,
-  paged,
   llama3,
+  paged,
   qwen2,
   qwen3,
   transformer,

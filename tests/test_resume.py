@@ -13,8 +13,8 @@ import types
 import pytest
 import small_run
 
+from drmas_jax import checkpoint, coordinator, main
 from drmas_jax import config as config_lib
-from drmas_jax import coordinator, main
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,26 @@ def test_killed_again_and_again(straight, tmp_path):
   for key in ("before", "after", "tokens", "deterministic", "best_step"):
     assert summary[key] == other[key], key
   assert summary["seconds"] > before["seconds"]
+
+
+@pytest.mark.slow
+def test_an_estimators_averages_go_on(tmp_path):
+  flags = (
+    "--config.advantage.name=rae",
+    "--config.advantage.decay=0.8",
+    "--config.eval.num_tasks=0",
+  )
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  for workdir, steps in ((whole, 3), (parts, 2), (parts, 3)):
+    code, said = small_run.run(workdir, *flags, f"--config.steps={steps}")
+    assert code == 0, said
+  found = [
+    checkpoint.Checkpoints(workdir, read_only=True).run().extra["averages"]
+    for workdir in (whole, parts)
+  ]
+  assert found[0] == found[1] != [[0, 0], [0, 0]]
+  small_run.assert_equal(small_run.state(parts, 3), small_run.state(whole, 3))
+  assert small_run.metrics(parts) == small_run.metrics(whole)
 
 
 def test_signals_save_and_say_how_to_go_on(straight, tmp_path):

@@ -367,12 +367,14 @@ def test_zero_sum_rewards_by_agent_with_hand_checked_advantages():
   groups, _ = play(two_turns, score, answer, num_tasks=1)
   rows = rewards.row_scores(groups, {"a": 0.5, "b": 0.5})
   np.testing.assert_allclose(rows.scores, [1, -1, 0, -0.5, -1, 1])
-  result = advantages.estimate(
+  result, _ = advantages.estimate(
     config_lib.Advantage(),
     rows.scores,
     rows.group,
     rows.agent,
     rows.episode,
+    turn=np.array([turn.index for turn in rows.turns]),
+    tokens=np.ones(len(rows.turns), np.int32),
     num_agents=2,
     per_agent=rows.per_agent,
   )
