@@ -39,7 +39,8 @@ class Numbers(lab.Silent):
     return " ".join(m["content"] for m in messages)
 
   def encode_rendered(self, text):
-    return np.array(text.split(), np.int32)
+    ids = [int(word) if word.isdigit() else 0 for word in text.split()]
+    return np.array(ids, np.int32)
 
   def decode(self, ids, control=False):
     del control
@@ -102,7 +103,7 @@ def _config(policy_of: dict[str, str]) -> config_lib.Config:
     {
       "policies": {
         name: {"checkpoint": "random", "engine": ENGINE}
-        for name in set(policy_of.values())
+        for name in dict.fromkeys(policy_of.values())
       },
       "agents": {
         agent: {
