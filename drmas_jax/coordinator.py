@@ -957,7 +957,12 @@ def _check_folders(
 
 
 def _peak_memory_gb() -> float:
-  """Of this process; ru_maxrss is in kB (bytes on macOS)."""
+  """Of this process. ru_maxrss would do, were it not handed down: on Linux a
+  child begins with the peak of the process that started it."""
+  status = pathlib.Path("/proc/self/status")
+  if status.exists():
+    lines = dict(s.split(":", 1) for s in status.read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) / (1 << 20)  # kB
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak / (1 << 30 if sys.platform == "darwin" else 1 << 20)
 

@@ -3,7 +3,6 @@
 import contextlib
 import statistics
 import time
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -277,15 +276,13 @@ def _decode_speeds(params, model, slots: int, rounds: int) -> Sequence[float]:
       sampler.submit(lab.request((i, 0, 0), prompt, lab.NEW))
     sampler.dispatch()
     sampler.harvest()
-    begun = types.SimpleNamespace(
-      wall=time.perf_counter(), steps=sampler.counts.steps
-    )
+    start, steps = time.perf_counter(), sampler.counts.steps
     while sampler.busy:
       sampler.dispatch()
       for completion in sampler.harvest():
         sampler.forget(*completion.request.id[:2])
-    steps = sampler.counts.steps - begun.steps
-    speeds.append(slots * steps / (time.perf_counter() - begun.wall))
+    seconds = time.perf_counter() - start
+    speeds.append(slots * (sampler.counts.steps - steps) / seconds)
   return speeds[1:]
 
 

@@ -2,7 +2,8 @@
 
 The orchestra and the rollout are the real ones. The words are numbers, and a
 verdict hangs on a checksum of the verifier's answer, so that every run plays
-the same episodes.
+the same episodes: up to three solutions, answers of 40 tokens in the median and
+256 at most.
 """
 
 import dataclasses
@@ -17,11 +18,14 @@ from drmas_jax import rollout, sampler, sampling
 from drmas_jax.agents.agent import Agent
 from drmas_jax.types import Outcome, Reply, Task
 
-LENGTH = 7 * 64  # a question, a solution, a verdict, and a second solution
+NEW, LOOPS = 256, 3
 ENGINE = {
   "num_slots": 32,
-  "max_length": LENGTH,
-  "prefill_buckets": (64, 128, 192, 256, 320),
+  # A question, and all that may be said about it.
+  "max_length": lab.PROMPT + (2 * LOOPS - 1) * NEW,
+  # Turns come one by one, and most go on from what is there.
+  "prefill_rows": 1,
+  "prefill_buckets": (16, 64, 128, 256, 512, lab.PROMPT + 2 * LOOPS * NEW),
   "steps_per_call": 16,
 }
 POLICIES = {
@@ -109,11 +113,11 @@ def _config(policy_of: dict[str, str]) -> config_lib.Config:
         agent: {
           "role": f"math.{agent}",
           "policy": policy,
-          "max_tokens": lab.NEW,
+          "max_tokens": NEW,
         }
         for agent, policy in policy_of.items()
       },
-      "orchestra": {"name": "math"},
+      "orchestra": {"name": "math", "options": {"max_loops": LOOPS}},
       "environment": {"name": "math"},
       "data": {"sources": {"arithmetic": {}}},
     }
