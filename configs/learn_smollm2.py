@@ -27,7 +27,7 @@ _CHECKPOINT = "HuggingFaceTB/SmolLM2-135M-Instruct"
 def _policy() -> dict:
   return dict(
     checkpoint=_CHECKPOINT,
-    micro_batch=16,
+    micro_tokens=1792,
     row_buckets=(96, 112),
     optimizer=dict(learning_rate=1e-5, weight_decay=0.0),
     engine=dict(

@@ -31,8 +31,8 @@ _CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
 def _policy() -> dict:
   return dict(
     checkpoint=_CHECKPOINT,
-    remat=True,
-    micro_batch=2,
+    remat="full",
+    micro_tokens=1408,
     row_buckets=(384, 512, 704),
     optimizer=dict(learning_rate=1e-6),
     engine=dict(

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 def _policy(checkpoint: str) -> dict:
   return dict(
     checkpoint=checkpoint,
-    micro_batch=128,
+    micro_tokens=7168,
     row_buckets=(40, 48, 56),
     optimizer=dict(learning_rate=1e-3, weight_decay=0.0),
     engine=dict(

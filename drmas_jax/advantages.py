@@ -17,6 +17,8 @@ others of its baseline, and may divide by a scale:
     dr_grpo       turn | episode  agent | team     s - mean
     reinforce_plus_plus_baseline  (both free)      (s - mean), whitened
     rae           turn | episode  the agent's past  s - average
+    gigpo         as agent_wise, and turns with one another in the same state
+    bounded       turn            agent            (s - mu_k - t) / root mean sq
 
 mu and sigma without an index are grpo's. A sample of several rows scores their
 mean, and each of them gets its value. With rewards per agent an episode is a
@@ -26,9 +28,6 @@ is of one turn index, too. Statistics are over real rows only: a padding row
 changes nothing and gets 0. A sample that is alone in its baseline gets 0, or
 its score / (1 + 1e-6) with singleton="raw"; and so do all samples of a baseline
 whose deviation is at most zero_tolerance * max(1, max|score|): exactly 0.
-
-`gigpo` is not here: it needs to know which turns of a group were taken in the
-same state, and a turn does not say.
 
 Sources: Dr. MAS (arXiv 2602.08847) equations 2, 5 and 6 and its section 5.4,
 with the standard deviation and epsilon of the authors' code rather than the
@@ -76,6 +75,9 @@ class Turns(NamedTuple):
     agent: ids from 0.
     episode: ids from 0, unique over the step.
     tokens: trained tokens of the row.
+    anchor: ids from 0 of the states that turns were taken in, each of one
+      (group, agent); read by `gigpo` alone.
+    returns: what followed the turn (rewards.step_returns); likewise.
     real: False for padding.
   """
 
@@ -84,6 +86,8 @@ class Turns(NamedTuple):
   agent: Int[Array, " N"]
   episode: Int[Array, " N"]
   tokens: Int[Array, " N"]
+  anchor: Int[Array, " N"]
+  returns: Float[Array, " N"]
   real: Bool[Array, " N"]
 
 
@@ -245,6 +249,83 @@ def dr_grpo(
   return _result(turns, config, sizes, base, base.centred)
 
 
+@_local
+def gigpo(
+  turns: Turns, config: config_lib.Advantage, sizes: Sizes
+) -> Advantages:
+  """A sample in its baseline, and a turn among those taken in the same state.
+
+      A = (s - mean) / (std + e) + step_weight * (G - mean_a) / (std_a + e)
+
+  G is what followed the turn, discounted by gamma (rewards.step_returns), and
+  its mean and deviation are over the turns of the (group, agent) with the same
+  anchor. In a team of language models a turn's state is its prompt, so an
+  anchor is a prompt, equal token by token: all first turns of an agent have
+  one where nobody has spoken before, later ones where the same was said. The
+  second part is 0 for a turn alone in its state, and for equal returns.
+
+  Source: GiGPO (arXiv 2505.10978), with the standard deviation as the factor.
+  """
+  base = _baseline(turns, config, sizes, config.over, config.count)
+  found = _result(turns, config, sizes, base, _standard(base, base.std))
+  num = len(turns.scores)
+  anchor = _ids(turns.anchor, turns.real, num)
+  step = _statistics(turns.returns, anchor, num, config.zero_tolerance)
+  mixed = turns.real & ~step.single & ~step.flat
+  gain = jnp.where(mixed, _standard(step, step.std), 0.0)
+  return found._replace(values=found.values + config.step_weight * gain)
+
+
+@_local
+def bounded(
+  turns: Turns, config: config_lib.Advantage, sizes: Sizes
+) -> Advantages:
+  """`agent_wise` with the smaller bound: an agent's calls count in the mean
+  square, and its episodes limit how far one of them stands out.
+
+      A = (s - mu_k - t) / sqrt(sigma_k^2 + t^2)      sigma_k^2 with ddof 0
+      |A| <= B = sqrt(M - 1),  M episodes of the group with agent k in
+
+  The mean square of A over the agent's turns, the factor of Dr. MAS's lemma
+  4.2, is 1 whatever t is. The largest |A| is at most sqrt(n - 1) over n turns
+  for t = 0 (Samuelson), and reaches it where the only success took one call
+  and the failures took many. t is 0 unless |A| exceeds B, and else the least
+  shift towards the score x that is farthest off, d = x - mu_k, with which it
+  does not, (d - t)^2 = B^2 (sigma_k^2 + t^2):
+
+      t = (d^2 - B^2 sigma_k^2)
+          / (d + sign(d) B sqrt(d^2 - (B^2 - 1) sigma_k^2))
+
+  The price is a mean other than 0 there, and there is no rule without one: for
+  scores of two values, mean 0 and mean square 1 over the turns leave nothing
+  to choose. Their turns at x then have |A| = B >= 1, so that the others' mean
+  square, one number, is at most 1: within the bound. With more values another
+  score may still exceed B; all are then scaled to meet it, and the mean square
+  is below 1. The turns of one episode alone have no baseline and get 0.
+  """
+  base = _baseline(turns, config, sizes, "agent", "turn")
+  pairs = _pairs(turns, sizes)
+  unit, num_units = _units(turns, sizes, by_agent=True)
+  share = 1 / jnp.maximum(_count(unit, num_units), 1)[unit]
+  episodes = jax.ops.segment_sum(share, pairs, sizes.pairs + 1)[pairs]
+  limit = jnp.round(episodes) - 1
+  high, low = (
+    reduce(base.centred, pairs, sizes.pairs + 1)[pairs]
+    for reduce in (jax.ops.segment_max, jax.ops.segment_min)
+  )
+  var = base.std**2 * (base.count - 1) / jnp.maximum(base.count, 1)
+  far = jnp.where(high >= -low, high, low)
+  over = far**2 - limit * var
+  root = jnp.sqrt(jnp.maximum(limit * (far**2 - (limit - 1) * var), 0))
+  shift = jnp.where(over > 0, over / (far + jnp.sign(far) * root), 0.0)
+  scale = jnp.sqrt(var + shift**2)
+  most = jnp.maximum(high - shift, shift - low) / scale
+  values = (base.centred - shift) / scale
+  values *= jnp.minimum(1, jnp.sqrt(limit) / most)
+  base = base._replace(single=limit == 0)
+  return _result(turns, config, sizes, base, values)
+
+
 def reinforce_plus_plus_baseline(
   turns: Turns, config: config_lib.Advantage, sizes: Sizes, run: Run
 ) -> tuple[Advantages, np.ndarray]:
@@ -360,6 +441,8 @@ def estimate(
   tokens: np.ndarray,
   num_agents: int,
   per_agent: bool = False,
+  anchor: np.ndarray | None = None,
+  returns: np.ndarray | None = None,
   averages: np.ndarray | None = None,
   total: Callable[[np.ndarray], np.ndarray] = _alone,
 ) -> tuple[Advantages, np.ndarray]:
@@ -379,6 +462,9 @@ def estimate(
     tokens: [N] trained tokens.
     num_agents: size of the team.
     per_agent: whether rewards come one per agent (`rewards.Rows.per_agent`).
+    anchor: [N] the state that a turn was taken in, as a number
+      (`rewards.anchors`); None where it is not read.
+    returns: [N] what followed a turn (`rewards.step_returns`); likewise.
     averages: what the step before returned; None: there was none.
     total: adds up an array over the hosts, see `Run`. An estimator calls it
       equally often on all of them, whatever the rows.
@@ -396,13 +482,19 @@ def estimate(
     group = group * (np.max(turn, initial=0) + 1) + turn
     _, group = np.unique(group, return_inverse=True)
   _, episode = np.unique(episode, return_inverse=True)
+  if anchor is None:
+    anchor = returns = np.zeros(num_rows)
+  _, anchor = np.unique(anchor, return_inverse=True)
+  anchor = (group * num_agents + agent) * (num_rows + 1) + anchor
+  _, anchor = np.unique(anchor, return_inverse=True)
 
   def pad(x: np.ndarray, dtype: type) -> np.ndarray:
     return np.pad(np.asarray(x, dtype), (0, width - num_rows))
 
   turns = Turns(
     pad(scores, np.float32),
-    *(pad(x, np.int32) for x in (group, agent, episode, tokens)),
+    *(pad(x, np.int32) for x in (group, agent, episode, tokens, anchor)),
+    pad(returns, np.float32),
     np.arange(width) < num_rows,
   )
   result, averages = ESTIMATORS[config.name](
@@ -545,6 +637,8 @@ READS: Mapping[str, tuple[str, ...]] = {
   "dr_grpo": ("over", "count", "by_turn", "pool_agents"),
   "reinforce_plus_plus_baseline": ("over", "count", "by_turn", "pool_agents"),
   "rae": ("count", "decay"),
+  "gigpo": ("over", "count", "pool_agents", "gamma", "step_weight"),
+  "bounded": (),
 }
 
 ESTIMATORS: Mapping[str, Estimator] = {
@@ -557,4 +651,6 @@ ESTIMATORS: Mapping[str, Estimator] = {
   "dr_grpo": dr_grpo,
   "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
   "rae": rae,
+  "gigpo": gigpo,
+  "bounded": bounded,
 }

@@ -1,31 +1,46 @@
 """One set of decoder weights on one placement: its learner, engines, sampler.
 
-In this version a backbone is a policy. It is built from a checkpoint folder,
-trained by `update`, and its weights go to its engines by `resume`. Updates are
-dispatched and not waited for, so that backbones work at the same time.
+A backbone is one policy, or several: adapters on weights that they share, and
+frozen policies that are these weights. It is built from a checkpoint folder,
+trained by `update`, and its weights go to its engines by `resume`, the shared
+ones once. Updates are dispatched and not waited for, so that backbones work at
+the same time. K counts the policies of its learner: 1, or those with adapters.
 """
 
 import dataclasses
 import functools
 import hashlib
+import itertools
+import math
 import pathlib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from drmas_jax import batching, engine, folders, learner, losses, placement
+from drmas_jax import (
+  batching,
+  engine,
+  folders,
+  learner,
+  losses,
+  placement,
+  sampling,
+  scores,
+  sharding,
+)
 from drmas_jax import config as config_lib
 from drmas_jax.checkpoint import SavedPolicy
-from drmas_jax.models import transformer, weights
-from drmas_jax.replicas import Replicas
+from drmas_jax.models import adapters, attention, transformer, weights
+from drmas_jax.replicas import Replicas, Seat
 from drmas_jax.rewards import Rows
 from drmas_jax.sampler import Sampler
 from drmas_jax.tokenizer import Tokenizer
-from drmas_jax.types import Batch, TrainState
+from drmas_jax.types import Batch, TrainState, Turn
 
 _TINY = pathlib.Path(__file__).parent / "models" / "tiny"
-_SMALLEST_BUCKET = 32
 
 
 def checkpoint_folder(checkpoint: str) -> pathlib.Path:
@@ -120,8 +135,9 @@ def _check_model(
   policy: config_lib.Policy,
   model: transformer.DecoderConfig,
   vocab_size: int,
+  mesh: jax.sharding.Mesh,
 ) -> None:
-  """What the config asks for and the checkpoint cannot give."""
+  """What the config asks for and checkpoint or devices cannot give."""
   if vocab_size > model.vocab_size:
     raise config_lib.ConfigError(
       f"policies.{name}.checkpoint: its tokenizer has {vocab_size} ids and its "
@@ -133,26 +149,67 @@ def _check_model(
       f"policies.{name}.engine.max_length: {policy.engine.max_length} is more "
       f"than the {model.max_positions} positions of its checkpoint; lower it"
     )
+  asked = mesh, model.head_dim, policy.compute_dtype
+  why = attention.check(policy.attention, *asked)
+  if why is not None:
+    raise config_lib.ConfigError(
+      f"policies.{name}.attention: {policy.attention!r} cannot run here, "
+      f"{why}; allowed are 'auto' and "
+      f"{attention.resolve('auto', *asked)!r}; set it to 'auto'"
+    )
+
+
+class Part(NamedTuple):
+  """What one update is made of on this host.
+
+  Attributes:
+    chats: the turns of each, by their places among the step's; a chat is there
+      if one of its turns has a signal.
+    size: what they pack into.
+    num_chats: [K] of them, by policy.
+    denominators: [K] of the losses, whose sums go over all turns of the part,
+      those without a signal too.
+  """
+
+  chats: list[tuple[int, ...]]
+  size: batching.Size
+  num_chats: list[int]
+  denominators: list[float]
 
 
 class Work(NamedTuple):
   """What one backbone would train on; hosts agree on its numbers.
 
   Attributes:
-    rows: the step's turns of each row of a batch, by their places; a row is
-      there if one of its turns has a signal.
-    tokens: sampled tokens of all its real turns, with a signal or without.
-    size: of `rows`.
+    parts: one for each update of an epoch.
+    tokens: [K] sampled tokens of all real turns, with a signal or without.
     weights: [N] float32, in the loss, of a token of each of the step's turns.
-    denominator: of the loss, whose sum goes over all of those weights, those
-      of turns without a signal too.
   """
 
-  rows: list[tuple[int, ...]]
-  tokens: int
-  size: batching.Size
+  parts: list[Part]
+  tokens: list[int]
   weights: np.ndarray
-  denominator: float
+
+  def numbers(self) -> dict[str, Any]:
+    """Plain data, for the other hosts."""
+    return {
+      "tokens": self.tokens,
+      "parts": [part._replace(chats=[])._asdict() for part in self.parts],
+    }
+
+
+class Update(NamedTuple):
+  """One update that was dispatched.
+
+  Attributes:
+    output: what it says of itself.
+    live: [K] which policies it was of.
+    norms: of the gradient by agent, or None.
+  """
+
+  output: learner.StepOutput
+  live: np.ndarray
+  norms: Any
 
 
 class Backbone:
@@ -160,27 +217,58 @@ class Backbone:
 
   def __init__(
     self,
-    name: str,
+    names: Sequence[str],
     config: config_lib.Config,
     slice_: placement.Slice,
     model: transformer.DecoderConfig,
     folder: pathlib.Path,
+    train: bool = True,
   ):
-    """Reads the tokenizer; builds no device array."""
-    self.name = name
-    self.policy = config.policies[name]
+    """Reads the tokenizer; builds no device array.
+
+    Args:
+      names: of its policies, those with adapters first. They differ in nothing
+        that is read here but their adapters.
+      config: of the run.
+      slice_: its devices.
+      model: sizes.
+      folder: of the checkpoint.
+      train: whether anything will be trained.
+    """
+    self.names = tuple(names)
+    self.policy = config.policies[names[0]]
     self.slice = slice_
     self.folder = folder
-    self.tokenizer = _read_tokenizer(name, self.policy, folder)
-    self.agents = config.agents_of(name)
-    self.agent_index = {a: config.agent_names.index(a) for a in self.agents}
+    self.tokenizer = _read_tokenizer(names[0], self.policy, folder)
+    # By policy, the index of each agent in the run.
+    self.agents = {
+      n: {a: config.agent_names.index(a) for a in config.agents_of(n)}
+      for n in names
+    }
+    self.policy_index = {name: i for i, name in enumerate(names)}
+    self.trained = tuple(n for n in names if train and n in config.trained)
     self._temperatures = np.array(
       [config.agents[a].sampling.temperature for a in config.agent_names],
       np.float32,
     )
+    self._config = config.agents
+    init = sampling.root_key(config.seed, "init")
+    self._keys = [
+      jax.random.fold_in(init, sorted(config.policies).index(name))
+      for name in names
+      if config.policies[name].adapter is not None
+    ]
     vocab = self.tokenizer.vocab_size
-    _check_model(name, self.policy, model, vocab)
-    model = dataclasses.replace(model, remat=self.policy.remat)
+    for name in names:
+      _check_model(name, config.policies[name], model, vocab, slice_.train_mesh)
+    adapter = self.policy.adapter
+    if adapter is not None:
+      model = dataclasses.replace(
+        model, adapter_scale=adapter.alpha / adapter.rank
+      )
+    model = dataclasses.replace(
+      model, remat=self.policy.remat, attention=self.policy.attention
+    )
     self.learner = learner.Spec(
       model=dataclasses.replace(model, compute_dtype=self.policy.compute_dtype),
       mesh=slice_.train_mesh,
@@ -189,20 +277,38 @@ class Backbone:
       num_agents=len(config.agent_names),
       vocab_size=vocab,
       head_chunk=_head_chunk(vocab, slice_.train_mesh),
+      adapter=adapter,
+      num_policies=max(
+        1, sum(config.policies[n].adapter is not None for n in names)
+      ),
     )
     self.engines = [
       engine.PolicyEngine(
         _engine_spec(self.policy, model, mesh, self.tokenizer)
       )
       for mesh in slice_.rollout_meshes
+      if any(config.is_sampled(n) for n in names)
     ]
-    self.row_buckets = self.policy.row_buckets or batching.powers_of_two(
-      _SMALLEST_BUCKET, self.policy.engine.max_length
-    )
+    self.row_buckets = batching.row_buckets(self.policy)
     self.sampler = Replicas([Sampler(e, self.tokenizer) for e in self.engines])
+    self.base: Any = None  # weights that stay as they are
     self.state: TrainState | None = None
-    self.params: Any = None  # of a frozen policy, which has no state
-    self.updates = 0
+    self.adapters: Any = None  # where they are not trained, and have no state
+    self._rollout_base: list[Any] = []  # of each engine, below adapters
+    self.updates = dict.fromkeys(names, 0)
+
+  @property
+  def samplers(self) -> dict[str, Any]:
+    """What each policy is sampled with; none where a loss alone reads them."""
+    if not self.engines:
+      return {}
+    if len(self.names) == 1:
+      return {self.names[0]: self.sampler}
+    return {n: Seat(self.sampler, i) for n, i in self.policy_index.items()}
+
+  @property
+  def name(self) -> str:
+    return "+".join(self.names)
 
   @functools.cached_property
   def digest(self) -> str:
@@ -210,90 +316,231 @@ class Backbone:
 
   # -- weights -----------------------------------------------------------------
 
-  def read(self) -> transformer.Params:
-    """The checkpoint's parameters, on the train slice."""
+  @property
+  def trainable(self) -> Any:
+    """All weights, the adapters, or None where all is frozen."""
+    return self.adapters if self.state is None else self.state.params
+
+  @property
+  def params(self) -> Any:
+    """What the learner's `forward` takes."""
+    if self.trainable is None:
+      return self.base
+    return learner.whole(self.base, self.trainable)
+
+  def read(self, dtype: str = "float32") -> transformer.Params:
+    """The checkpoint's parameters, on the train slice.
+
+    Args:
+      dtype: of those of a folder; those of a run are as it has them.
+    """
     if self.policy.checkpoint.startswith("run:"):
       saved = SavedPolicy.parse(self.policy.checkpoint)
-      return saved.restore(self.abstract_state().params)
-    return weights.load(self.folder, self.learner.model, self.slice.train_mesh)
+      if saved.adapter is not None:
+        raise ValueError(
+          f"{saved}: is an adapter on {saved.checkpoint!r}; write it out with "
+          "python -m drmas_jax.export and name that folder"
+        )
+      return saved.restore(self._params_abstract())
+    return weights.load(
+      self.folder, self.learner.model, self.slice.train_mesh, jnp.dtype(dtype)
+    )
+
+  def _params_abstract(self) -> Any:
+    model = self.learner.model
+    shapes = transformer.param_shapes(model)
+    where = sharding.shardings(
+      transformer.param_axes(model), shapes, self.slice.train_mesh
+    )
+    return _abstract(shapes, where)
 
   def load(self) -> None:
-    """Reads the checkpoint into the train slice."""
-    params = self.read()
-    if self.policy.frozen:
-      self.params = params
+    """Reads the checkpoint into the train slice, and begins new adapters."""
+    spec = self.learner
+    if spec.adapter is not None:
+      self.load_base()
+      fresh = learner.new_adapters(spec, jnp.stack(self._keys))
+      if self.trained:
+        self.state = learner.programs(spec).init(fresh)
+      else:
+        self.adapters = fresh
+    elif self.trained:
+      self.state = learner.programs(spec).init(self.read())
     else:
-      self.state = learner.programs(self.learner).init(params)
+      self.base = self.read()
 
-  def abstract_state(self) -> TrainState:
-    """Shapes and shardings of the state, to restore a checkpoint into."""
-    return jax.tree.map(
-      lambda shape, where: jax.ShapeDtypeStruct(
-        shape.shape, shape.dtype, sharding=where
-      ),
-      learner.state_shapes(self.learner),
-      learner.state_shardings(self.learner),
-    )
+  def load_base(self) -> None:
+    """The weights below adapters: layer by layer and in the compute dtype, as
+    engines have them, so that both may read one copy."""
+    dtype = self.policy.compute_dtype
+    self.base = placement.cast(self.read(dtype), dtype, transformer.unstack)
+
+  def abstract_states(self) -> dict[str, TrainState]:
+    """Shapes and shardings of each trained policy's state, to restore a
+    checkpoint into."""
+    found = _abstract(*learner.policy_state(self.learner))
+    return dict.fromkeys(self.trained, found)
+
+  def states(self) -> dict[str, TrainState]:
+    """The state of each trained policy."""
+    if self.learner.adapter is None:
+      return dict.fromkeys(self.trained, self.state)
+    each = learner.split(self.learner, self.state)
+    return dict(zip(self.names, each, strict=False))
+
+  def put(self, states: Mapping[str, TrainState]) -> None:
+    """Takes restored states, one of each trained policy."""
+    own = [states[name] for name in self.trained]
+    if self.learner.adapter is None:
+      (self.state,) = own
+    else:
+      self.state = learner.join(self.learner, own)
+      self.load_base()
+
+  def restore(self, saved: Mapping[str, SavedPolicy]) -> None:
+    """Takes the weights of an evaluation's policies, by name."""
+    if self.learner.adapter is None:
+      (policy,) = saved.values()
+      self.base = policy.restore(self._params_abstract())
+      return
+    shapes = learner.policy_state(self.learner)
+    params = _abstract(*(tree.params for tree in shapes))
+    found = [
+      saved[name].restore(params)
+      for name in self.names[: self.learner.num_policies]
+    ]
+    self.adapters = learner.join_adapters(self.learner, found)
+    self.load_base()
+
+  def checksums(self) -> dict[str, str]:
+    """Of the weights of each policy; all hosts must enter it."""
+    if self.learner.adapter is None:
+      return dict.fromkeys(self.names, placement.checksum(self.params))
+    base = placement.checksum(self.base)
+    own = [
+      f"{base}+{placement.checksum(tree)}"
+      for tree in learner.split_adapters(self.learner, self.adapters)
+    ]
+    return dict(itertools.zip_longest(self.names, own, fillvalue=base))
+
+  def drop(self) -> None:
+    """The engines have what they need, and nothing will be trained."""
+    self.base = self.adapters = None
 
   def resume(self) -> None:
     """Train slice -> every engine; the sampler is ready for a rollout."""
-    params = self.params if self.state is None else self.state.params
-    rollout = placement.sync(
-      params,
-      [engine.param_shardings(e.spec) for e in self.engines],
-      self.policy.rollout_dtype,
-      transformer.unstack,
-    )
-    self.sampler.resume(rollout, self.updates)
+    if not self.engines:
+      return
+    spec, dtype = self.learner, self.policy.rollout_dtype
+    targets = [engine.param_shardings(e.spec) for e in self.engines]
+    if spec.adapter is None:
+      rollout = placement.sync(self.params, targets, dtype, transformer.unstack)
+    else:
+      if not self._rollout_base:
+        self._rollout_base = placement.share(self.base, targets, dtype)
+      axes = learner.trainable_axes(spec)
+      own = [
+        engine.adapter_shardings(e.spec, axes, self.trainable)
+        for e in self.engines
+      ]
+      moved = placement.sync(self.trainable, own, dtype, adapters.by_layer)
+      rollout = [
+        base | {"adapters": tree}
+        for base, tree in zip(self._rollout_base, moved, strict=True)
+      ]
+    self.sampler.resume(rollout, self.version)
+
+  @property
+  def version(self) -> int:
+    """Of the weights: it grows whenever one of the policies is updated."""
+    return sum(self.updates.values())
 
   def release(self) -> None:
     self.sampler.release()
+    if not any(base is self.base for base in self._rollout_base):
+      self._rollout_base = []  # a copy, which an update may have no room for
 
-  def count_updates(self, num: int) -> None:
+  def count_updates(self, name: str, num: int) -> None:
     """Versions are counted on the host; an update is taken back if it turns
     out, when its output is read, that it was skipped (rule 11)."""
-    self.updates += num
-    self.sampler.engine.version = self.updates
+    self.updates[name] += num
+    self.sampler.engine.version = self.version
 
   # -- training ----------------------------------------------------------------
 
-  def work(self, rows: Rows, advantages: np.ndarray) -> Work:
-    """Own turns of the step. Rows without a signal are left out of the
-    gradient, which is exact as every loss is 0 at advantage 0, and stay in the
-    denominator. With an entropy bonus every row has a signal."""
-    loss = self.policy.loss
-    own = np.array([t.policy == self.name for t in rows.turns], bool)
-    lengths = np.array([len(t.completion_ids) for t in rows.turns], int)
-    counted = own
-    if loss.mask_truncated:
-      cut = [t.stop_reason == "length" for t in rows.turns]
-      counted = own & ~np.array(cut, bool)
-    turn_weights, denominator = losses.aggregate(
+  def work(
+    self, rows: Rows, advantages: np.ndarray, due: Collection[str]
+  ) -> Work:
+    """Own turns of the step, of the policies that are `due`.
+
+    Chats without a signal are left out of the gradient, which is exact as every
+    loss is 0 at advantage 0, and stay in the denominator. With an entropy bonus
+    or a distance to a reference every chat has a signal.
+    """
+    loss, num = self.policy.loss, self.policy.num_updates
+    turns = rows.turns
+    owner = np.array([self._place(t, due) for t in turns], int)
+    lengths = np.array([len(t.completion_ids) for t in turns], int)
+    counted = (owner >= 0) & self._in_loss(turns)
+    turn_weights, _ = losses.aggregate(
       lengths, counted, loss.aggregation, loss.divisor
     )
     live = turn_weights > 0
-    if not self.policy.update_on_zero_signal and not loss.entropy_weight:
+    if not (self.policy.update_on_zero_signal or _always(loss)):
       live &= advantages != 0
-    kept = [
-      row
-      for row in batching.rows(rows.turns, rows.episode)
-      if live[list(row)].any()
-    ]
+    factors = [self._config[t.agent].loss_weight for t in turns]
+    by_policy: list[list[tuple[int, ...]]] = [[] for _ in self.names]
+    for chat in batching.chats(turns, rows.episode):
+      if owner[chat[0]] >= 0:
+        by_policy[owner[chat[0]]].append(chat)
+    parts = []
+    for i in range(num):
+      own = [c[batching.parts(len(c), num)[i]] for c in by_policy]
+      parts.append(self._part(turns, own, lengths, counted, live, owner))
     return Work(
-      kept,
-      int(lengths[own].sum()),
-      batching.size([rows.turns[row[-1]] for row in kept]),
-      turn_weights,
-      denominator,
+      parts,
+      [int(lengths[owner == k].sum()) for k in range(self.num_policies)],
+      (turn_weights * factors).astype(np.float32),
     )
 
-  def shape(self, size: batching.Size, num_hosts: int) -> tuple[int, int, int]:
-    """(micro-batches, rows of one on this host, row length) for a size."""
-    local = self.policy.micro_batch // num_hosts
-    return (
-      batching.num_micro_batches(size.num_rows, local),
-      local,
-      batching.bucket(size.longest, self.row_buckets),
+  @property
+  def num_policies(self) -> int:
+    return self.learner.num_policies
+
+  def _place(self, turn: Turn, due: Collection[str]) -> int:
+    """The index of a turn's policy; -1: it is not trained here and now."""
+    name = turn.policy
+    trains = name in self.trained and name in due
+    return self.policy_index[name] if trains else -1
+
+  def _in_loss(self, turns: Sequence[Turn]) -> np.ndarray:
+    cut = self.policy.loss.mask_truncated
+    return np.array(
+      [
+        self._config[t.agent].train and not (cut and t.stop_reason == "length")
+        for t in turns
+      ],
+      bool,
+    )
+
+  def _part(self, turns, own, lengths, counted, live, owner) -> Part:
+    """Of the chats of each policy that fall into it."""
+    loss, denominators = self.policy.loss, []
+    for chats in own[: self.num_policies]:
+      here = np.zeros(len(turns), bool)
+      here[[i for chat in chats for i in chat]] = True
+      denominators.append(
+        losses.aggregate(
+          lengths, counted & here, loss.aggregation, loss.divisor
+        )[1]
+      )
+    kept = [c for chats in own for c in chats if live[list(c)].any()]
+    places = [int(owner[c[0]]) for c in kept]
+    return Part(
+      kept,
+      batching.size(turns, kept, self.row_buckets, owner),
+      [places.count(k) for k in range(self.num_policies)],
+      denominators,
     )
 
   def update(
@@ -301,69 +548,207 @@ class Backbone:
     rows: Rows,
     advantages: np.ndarray,
     work: Work,
-    agreed: batching.Size,
-    denominator: float,
+    shares: Sequence[Mapping[str, Any]],
     *,
-    num_hosts: int = 1,
+    reference: "Backbone | None" = None,
     agent_norms: bool = False,
-  ) -> tuple[learner.StepOutput, Any]:
-    """One update, dispatched; (its output, norms by agent or None).
+  ) -> list[Update]:
+    """The step's updates, dispatched.
+
+    Old log-probs, and those of the reference, are of the weights before the
+    first of them.
 
     Args:
       rows: of the step.
       advantages: [N], of its rows.
       work: what `work` found here.
-      agreed: the largest size of any host.
-      denominator: that of `work` on all hosts together.
-      num_hosts: how many there are.
-      agent_norms: also the gradient's norm by agent (a second pass).
+      shares: its numbers on every host.
+      reference: that the loss keeps near to.
+      agent_norms: also the gradient's norm by agent, of the first update (a
+        second pass).
     """
-    num_micro, local, length = self.shape(agreed, num_hosts)
+    batches = [
+      self._batch(rows, advantages, work, i, shares, reference)
+      for i in range(len(work.parts))
+    ]
+    done: list[Update] = []
+    for _ in range(self.policy.num_epochs):
+      for i, batch in enumerate(batches):
+        if batch is None:
+          continue
+        parts = [share["parts"][i] for share in shares]
+        live = np.sum([p["num_chats"] for p in parts], axis=0) > 0
+        total = np.sum([p["denominators"] for p in parts], axis=0)
+        total = np.where(live, total, 1).astype(np.float32)
+        norms = agent_norms and not done
+        done.append(self._train(*batch, total, live, norms))
+    return done
+
+  def _batch(self, rows, advantages, work, number, shares, reference):
+    """(data of `learner.train_step`, micro-batches with rows), on the train
+    slice; None where no host has a row."""
+    part = work.parts[number]
+    sizes = [batching.Size(*s["parts"][number]["size"]) for s in shares]
+    if not any(any(size.rows) for size in sizes):
+      return None
+    shape = self.shape(sizes, reference)
     batch = batching.pack(
       rows.turns,
       range(len(rows.turns)),
       rows.agent,
-      num_micro=num_micro,
-      micro_batch=local,
-      length=length,
-      rows=work.rows,
+      shape,
+      chats=part.chats,
+      policy_index=[max(0, self._place(t, self.trained)) for t in rows.turns],
       weights=work.weights,
     )
-    trips = max(1, -(-agreed.num_rows // local))
     by_token = batching.gather(advantages, batch)
-    return self._train(batch, by_token, denominator, trips, agent_norms)
-
-  def _train(
-    self,
-    batch: Batch,
-    advantages: np.ndarray,
-    denominator: float,
-    trips: int,
-    agent_norms: bool,
-  ) -> tuple[learner.StepOutput, Any]:
-    programs = learner.programs(self.learner)
-    batch, advantages = placement.global_batch(
-      (batch, advantages), self.slice.train_mesh
-    )
-    params = self.state.params
+    mesh = self.slice.train_mesh
+    ref = None
+    if reference is not None:
+      ref = reference.score(batch, self.policy.loss.reference, shape.trips)
+      if reference.slice.train_mesh != mesh:
+        ref = placement.global_batch(placement.local_rows(ref), mesh)
+    batch, by_token = placement.global_batch((batch, by_token), mesh)
     old = batch.sampler_logprobs
     if self.policy.old_logprobs == "learner":
-      old = programs.score(params, batch, trips, self._temperatures)
-    rest = (
-      batch,
-      old,
-      advantages,
-      np.float32(denominator),
+      old = learner.programs(self.learner).score(
+        self.params, batch, shape.trips, self._temperatures
+      )
+    return (batch, old, ref, by_token), shape.trips
+
+  def updated(self, updates: Sequence[Update]) -> dict[str, int]:
+    """How often each policy was, if none turns out to have been skipped."""
+    return {
+      name: sum(int(u.live[k]) for u in updates)
+      for k, name in enumerate(self.names[: self.num_policies])
+    }
+
+  def shape(
+    self, sizes: Sequence[batching.Size], reference: "Backbone | None" = None
+  ) -> batching.Shape:
+    """Of a batch that every host can fill with rows of these sizes."""
+    users = [self] if reference is None else [self, reference]
+    meshes = [b.slice.train_mesh.shape for b in users]
+    return batching.shape(
+      sizes,
+      self.row_buckets,
+      micro_tokens=self.policy.micro_tokens,
+      shards=math.lcm(*(m["data"] * m["fsdp"] for m in meshes)),
+    )
+
+  def score(self, batch: Batch, name: str, trips: int) -> jax.Array:
+    """[M, b, T] log-probs of the tokens under one of its policies.
+
+    Args:
+      batch: on the host, of any backbone with the same vocabulary.
+      name: of the policy.
+      trips: micro-batches with rows.
+    """
+    place = np.full_like(batch.policy_index, self.policy_index[name])
+    batch = placement.global_batch(
+      batch._replace(policy_index=place), self.slice.train_mesh
+    )
+    return learner.programs(self.learner).score(
+      self.params, batch, trips, self._temperatures
+    )
+
+  def extent(self, rows: Rows) -> dict[str, int]:
+    """How much `score_norms` has to do on this host."""
+    own = [rows.turns[i] for i in self._own(rows)]
+    lengths = [len(t.prompt_ids) + len(t.completion_ids) for t in own]
+    return {"turns": len(own), "longest": max(lengths, default=0)}
+
+  def _own(self, rows: Rows) -> list[int]:
+    return [i for i, t in enumerate(rows.turns) if t.policy in self.trained]
+
+  def score_norms(
+    self, rows: Rows, shares: Sequence[Mapping[str, int]]
+  ) -> np.ndarray:
+    """[N] |z|^2 of each turn of the policies trained here (see `scores`), and
+    0 elsewhere.
+
+    Args:
+      rows: of the step.
+      shares: `extent` on every host.
+    """
+    mesh, own = self.slice.train_mesh, self._own(rows)
+    local = mesh.shape["data"] * mesh.shape["fsdp"] // len(shares)
+    trips = max(1, -(-max(s["turns"] for s in shares) // local))
+    batch = scores.lay_out(
+      [rows.turns[i] for i in own],
+      rows.agent[own],
+      [self.policy_index[rows.turns[i].policy] for i in own],
+      num_micro=1 << (trips - 1).bit_length(),
+      micro_rows=local,
+      length=batching.bucket(
+        max(s["longest"] for s in shares), self.row_buckets
+      ),
+    )
+    found = scores.programs(self.learner).squares(
+      self.state.params,
+      None if self.learner.adapter is None else self.base,
+      placement.global_batch(batch, mesh),
       trips,
       self._temperatures,
     )
-    norms = None
+    squares = np.zeros(len(rows.turns), np.float32)
+    squares[own] = placement.local_rows(found).reshape(-1)[: len(own)]
+    return squares
+
+  def score_vectors(self, rows: Batch) -> np.ndarray:
+    """[b, P] z of each row of `scores.lay_out` with one micro-batch, in all P
+    trained numbers; for small models."""
+    alone = self.learner.adapter is None
+    return np.asarray(
+      scores.programs(self.learner).vectors(
+        self.params if alone else self.trainable,
+        None if alone else self.base,
+        jax.tree.map(lambda x: x[0], rows),
+        self._temperatures,
+      )
+    )
+
+  def _of_agents(self) -> list[tuple[int, int]]:
+    """(index of the agent, of its policy in the learner) of all agents; those
+    of a frozen policy have no gradient in any."""
+    return [
+      (agent, min(k, self.num_policies - 1))
+      for k, own in enumerate(self.agents.values())
+      for agent in own.values()
+    ]
+
+  def _train(self, data, trips, denominators, live, agent_norms) -> Update:
+    programs, norms = learner.programs(self.learner), None
+    base = None if self.learner.adapter is None else self.base
     if agent_norms:
       norms = programs.agent_norms(
-        params, *rest, np.array([*self.agent_index.values()])
+        self.state.params,
+        base,
+        data,
+        denominators,
+        trips,
+        self._temperatures,
+        *np.array(self._of_agents()).T,
       )
-    self.state, output = programs.train_step(self.state, *rest)
-    return output, norms
+    self.state, output = programs.train_step(
+      self.state, base, data, denominators, live, trips, self._temperatures
+    )
+    return Update(output, live, norms)
+
+
+def _abstract(shapes: Any, shardings: Any) -> Any:
+  return jax.tree.map(
+    lambda shape, where: jax.ShapeDtypeStruct(
+      shape.shape, shape.dtype, sharding=where
+    ),
+    shapes,
+    shardings,
+  )
+
+
+def _always(loss: config_lib.Loss) -> bool:
+  """Whether tokens have a gradient also where the advantage is 0."""
+  return loss.entropy_weight > 0 or loss.kl_weight > 0
 
 
 def _engine_spec(
@@ -376,14 +761,14 @@ def _engine_spec(
   max_pages, page_size = placement.pool(sizes)
   return engine.Spec(
     model=dataclasses.replace(
-      model, compute_dtype=policy.rollout_dtype, remat=False
+      model, compute_dtype=policy.rollout_dtype, remat="none"
     ),
     mesh=mesh,
     num_slots=sizes.num_slots,
     max_length=sizes.max_length,
-    prefill_rows=sizes.prefill_rows,
+    prefill_rows=placement.prefill_rows(sizes),
     prefill_buckets=sizes.prefill_buckets
-    or batching.powers_of_two(_SMALLEST_BUCKET, sizes.max_length),
+    or batching.powers_of_two(batching.SMALLEST_BUCKET, sizes.max_length),
     steps_per_call=sizes.steps_per_call,
     stop_ids=tokenizer.stop_ids,
     vocab_size=tokenizer.vocab_size,

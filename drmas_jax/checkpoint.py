@@ -383,6 +383,9 @@ class SavedPolicy:
       )
     # Neither ever changes on resume, so those of any step do.
     self.checkpoint: str = policies[policy]["checkpoint"]
+    # Of an adapter on it, what `config.Adapter` holds; runs from before there
+    # were adapters have none.
+    self.adapter: dict[str, Any] | None = policies[policy].get("adapter")
     self.digest: str = run.extra["folders"][policy]
     self._newest = run.step
 
@@ -445,6 +448,10 @@ _NEVER = (
   "policies.*.checkpoint",
   "policies.*.compute_dtype",
   "policies.*.frozen",
+  "policies.*.adapter.rank",
+  "policies.*.adapter.alpha",
+  "policies.*.adapter.targets",
+  "policies.*.adapter",
   "agents.*.role",
   "agents.*.policy",
   "agents.*.template",
@@ -517,6 +524,8 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
   )
   for key in sorted({*old, *new}):
     before, after = old.get(key, _ABSENT), new.get(key, _ABSENT)
+    if before == _ABSENT and after is None:
+      continue  # a key that the version of the checkpoint did not have
     if before != after:
       changes.append(Change(key, before, after, _kind(key)))
   return changes

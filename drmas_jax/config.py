@@ -55,14 +55,22 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-  """AdamW with a schedule and clipping by the policy's global norm.
+  """A rule of optax by name in `optimizers.OPTIMIZERS`, with a schedule, behind
+  clipping by the policy's global norm.
 
   Attributes:
+    learning_rate: of "adafactor" relative to the size of each matrix.
     schedule: after `warmup_steps` of linear rise, "constant", or "cosine" and
       "linear" down to `final_fraction` of the rate at step `decay_steps`
       (a length of its own, so that a longer run changes nothing before it).
+    b1, b2, eps: of "adamw"; "muon" has them for what is no matrix of a layer.
+    weight_decay: times the rate, of all parameters.
+    momentum: of "muon", for matrices.
+    offload: the state lies in the host's memory, and visits the device in an
+      update, a layer at a time.
   """
 
+  name: str = "adamw"
   learning_rate: float = _bounded(1e-6, low=0.0)
   schedule: Literal["constant", "cosine", "linear"] = "constant"
   warmup_steps: int = _bounded(0, low=0)
@@ -72,7 +80,9 @@ class Optimizer:
   b2: float = _bounded(0.999, low=0.0, below=1.0)
   eps: float = _bounded(1e-8, above=0.0)
   weight_decay: float = _bounded(0.01, low=0.0)
+  momentum: float = _bounded(0.95, low=0.0, below=1.0)
   clip_norm: float = _bounded(1.0, above=0.0)
+  offload: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +104,12 @@ class Loss:
       loss has, cut at `importance_bound`; see `losses.importance_weights`. Of
       top_k and top_p, and where old_logprobs="learner" of the engine's
       numerics.
+    kl: estimator of the distance to `reference`, by name in `losses.KL`.
+    kl_weight: that times the estimate is added to the loss of each token, with
+      an advantage or without.
+    reference: a frozen policy with the same tokenizer; "": none.
+    reward_weight: factor of the part of the loss that rewards drive; 0 leaves
+      the distance alone, which is on-policy distillation.
   """
 
   name: str = "clipped"
@@ -108,6 +124,10 @@ class Loss:
   mask_truncated: bool = False
   importance: Literal["none", "token", "sequence", "rejection"] = "none"
   importance_bound: float = _bounded(2.0, low=1.0)
+  kl: str = "k3"
+  kl_weight: float = _bounded(0.0, low=0.0)
+  reference: str = ""
+  reward_weight: float = _bounded(1.0, low=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +140,10 @@ class Engine:
   Attributes:
     num_slots: completions decoded at once, by one engine.
     max_length: longest prompt plus completion, in tokens.
-    prefill_rows: prompts per prefill call (a fixed shape, rule 26).
+    prefill_rows: most prompts that are prefilled together; of a long bucket
+      fewer, as many as come to 512 tokens. Of fewer prompts the rest is padding
+      (fixed shapes, rule 26): few suit prompts that come alone, more those that
+      come together. 0: 1 on CPU, 16 elsewhere.
     prefill_buckets: padded prompt lengths; a prompt takes the smallest that
       holds it. Empty: powers of two from 32 up to max_length.
     steps_per_call: decode steps fused into one dispatch.
@@ -133,7 +156,7 @@ class Engine:
 
   num_slots: int = _bounded(32, low=1)
   max_length: int = _bounded(1024, low=2)
-  prefill_rows: int = _bounded(8, low=1)
+  prefill_rows: int = _bounded(0, low=0)
   prefill_buckets: tuple[int, ...] = ()
   steps_per_call: int = _bounded(16, low=1)
   page_size: int = _bounded(0, low=0)
@@ -141,9 +164,34 @@ class Engine:
   cache_tokens: int = _bounded(0, low=0)
 
 
+Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+  """Low-rank adapters (LoRA) on a frozen checkpoint.
+
+      y = x W + alpha / rank * (x A) B        A [in, rank], B [rank, out]
+
+  Attributes:
+    targets: the projections of every layer that have one.
+  """
+
+  rank: int = _bounded(16, low=1)
+  alpha: float = _bounded(32.0, above=0.0)
+  targets: tuple[Projection, ...] = (
+    *("q", "k", "v", "o"),
+    *("gate", "up", "down"),
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
   """One LLM of the team.
+
+  Policies with an adapter, and frozen ones, that name one checkpoint lie on one
+  copy of its weights, where at least one has an adapter: all but checkpoint and
+  adapter must then be equal.
 
   Attributes:
     checkpoint: a Hugging Face folder, here, at gs://BUCKET/FOLDER or on the hub
@@ -151,27 +199,47 @@ class Policy:
       "run:WORKDIR/POLICY" for another run's, at its newest checkpoint, that
       of a step ("..@200") or the best ("..@best").
     frozen: sampled from, never trained.
+    adapter: trains low-rank adapters and not the weights; none: the weights.
     compute_dtype: of activations; parameters and optimizer are float32.
     rollout_dtype: of the engine's weights and activations.
+    remat: what of a layer the backward pass computes again: "none", "dots" (all
+      but the products) or "full".
+    attention: of the update: "splash" (TPU), "cudnn" (GPU, bfloat16), "xla", or
+      "auto", the first of these that runs.
     chat_template_kwargs: given to the checkpoint's chat template, such as
       enable_thinking=False or date_string="1 Jan 2026".
-    old_logprobs: "sampler" takes the engine's log-probs as the old ones (one
-      update per batch), "learner" scores the batch again before the update.
-    micro_batch: rows per gradient step; changes memory, not the result.
+    old_logprobs: "sampler" takes the engine's log-probs as the old ones,
+      "learner" scores the batch again. Either way they are those of the weights
+      before the first of a batch's updates.
+    micro_tokens: tokens, padding included, whose gradient is computed at a
+      time, but a row on each device at the least; changes memory, not the
+      result. The last micro-batch is computed whole, however few its rows.
     row_buckets: padded row lengths; an update takes the smallest that holds
-      its longest row. Empty: powers of two up to the engine's max_length.
+      its longest chat, and packs shorter ones together. Empty: powers of two
+      up to the engine's max_length.
+    num_updates: parts of a batch, of about equally many rows in their order,
+      with one update each by a mean over its own part.
+    num_epochs: times that the batch is gone through.
+    update_every, update_phase: it is updated in the steps whose number, from
+      0, leaves `update_phase` divided by `update_every`: alternating updates.
     update_on_zero_signal: rule 12's reference behaviour.
   """
 
   checkpoint: str
   frozen: bool = False
+  adapter: Adapter | None = None
   compute_dtype: Literal["float32", "bfloat16"] = "float32"
   rollout_dtype: Literal["float32", "bfloat16"] = "float32"
-  remat: bool = False
+  remat: Literal["none", "dots", "full"] = "none"
+  attention: Literal["auto", "splash", "cudnn", "xla"] = "auto"
   chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
   old_logprobs: Literal["sampler", "learner"] = "sampler"
-  micro_batch: int = _bounded(8, low=1)
+  micro_tokens: int = _bounded(8192, low=1)
   row_buckets: tuple[int, ...] = ()
+  num_updates: int = _bounded(1, low=1)
+  num_epochs: int = _bounded(1, low=1)
+  update_every: int = _bounded(1, low=1)
+  update_phase: int = _bounded(0, low=0)
   update_on_zero_signal: bool = False
   optimizer: Optimizer = Optimizer()
   loss: Loss = Loss()
@@ -193,6 +261,13 @@ class Agent:
       "middle" and "right" drop tokens there, as the reference does; "error"
       loses the episode.
     invalid_penalty: subtracted from a turn's score if it is invalid.
+    overlong_tokens, overlong_penalty: a completion that comes within
+      `overlong_tokens` of max_tokens (0: none does) loses up to
+      `overlong_penalty` of its score, in proportion to how far it comes (DAPO's
+      soft punishment).
+    train: False leaves its turns out of the loss and its denominator, and in
+      the statistics.
+    loss_weight: factor of the loss of its tokens, not of the denominator.
     options: keyword options of the role (such as `missing_verdict`).
   """
 
@@ -203,6 +278,10 @@ class Agent:
   max_prompt_tokens: int = _bounded(0, low=0)
   cut: Literal["foreign", "left", "middle", "right", "error"] = "foreign"
   invalid_penalty: float = _bounded(0.1, low=0.0)
+  overlong_tokens: int = _bounded(0, low=0)
+  overlong_penalty: float = _bounded(1.0, low=0.0)
+  train: bool = True
+  loss_weight: float = _bounded(1.0, above=0.0)
   sampling: Sampling = Sampling()
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -217,11 +296,17 @@ class Orchestra:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-  """What is rewarded: a file of `environments/` or the user's own module."""
+  """What is rewarded: a file of `environments/` or the user's own module.
+
+  Attributes:
+    reward_timeout_s: of a reward that is a coroutine.
+    act_timeout_s: of what it answers within an episode, such as passages.
+  """
 
   name: str
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
   reward_timeout_s: float = _bounded(30.0, above=0.0)
+  act_timeout_s: float = _bounded(60.0, above=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,11 +338,18 @@ class TrainSource(Source):
 @dataclasses.dataclass(frozen=True)
 class Data:
   """The task stream of training: P tasks of G episodes a step, from one
-  source or a mixture of several."""
+  source or a mixture of several.
+
+  Attributes:
+    resample: rounds of a step in which groups whose episodes all have one
+      reward are replaced by those of fresh tasks (DAPO's dynamic sampling).
+      What is still missing then stays as it is; 0: all of them do.
+  """
 
   sources: dict[str, TrainSource]
   num_tasks: int = _bounded(16, low=1)
   group_size: int = _bounded(8, low=1)
+  resample: int = _bounded(0, low=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,6 +364,8 @@ class Advantage:
     by_turn: baselines of turns of the same index only.
     pool_agents: with rewards per agent, one baseline for all agents' episodes.
     decay: of the moving average of `rae`.
+    gamma: of `gigpo`: a reward one turn later counts for so much.
+    step_weight: of `gigpo`: factor of the part that compares turns.
     singleton: a group of one gets 0, or "raw": its score, as the reference.
     zero_tolerance: a standard deviation at or below this times
       max(1, max|score|) counts as zero (rule 5); 0 is the reference.
@@ -283,6 +377,8 @@ class Advantage:
   by_turn: bool = False
   pool_agents: bool = False
   decay: float = _bounded(0.95, low=0.0, below=1.0)
+  gamma: float = _bounded(0.95, low=0.0, high=1.0)
+  step_weight: float = _bounded(1.0, above=0.0)
   singleton: Literal["zero", "raw"] = "zero"
   zero_tolerance: float = _bounded(1e-5, low=0.0)
 
@@ -380,12 +476,15 @@ class Logging:
   Attributes:
     agent_norm_every: steps between gradient norms by agent (a second pass);
       0 for none.
+    score_norm_every: steps between estimates of Delta_k, the covariance term of
+      Dr. MAS's lemma 4.2 (a gradient for each turn); 0 for none.
     transcripts_mb: limit of the transcripts on disk.
     transcript_groups: groups of a step, and questions of a held-out set in
       `--mode=eval`, that are written whole.
   """
 
   agent_norm_every: int = _bounded(10, low=0)
+  score_norm_every: int = _bounded(0, low=0)
   transcripts_mb: float = _bounded(64.0, low=0.0)
   transcript_groups: int = _bounded(2, low=0)
 
@@ -440,6 +539,35 @@ class Config:
     return tuple(n for n, p in sorted(self.policies.items()) if not p.frozen)
 
   @property
+  def backbones(self) -> dict[str, tuple[str, ...]]:
+    """The policies of each set of weights, by their names joined by "+".
+
+    Adapters on one checkpoint share it, and come first; then the frozen
+    policies that are that checkpoint.
+    """
+    shared = {p.checkpoint for p in self.policies.values() if p.adapter}
+    homes: dict[str, list[str]] = {}
+    for name, policy in sorted(self.policies.items()):
+      joins = policy.adapter or policy.frozen
+      on = joins and policy.checkpoint in shared
+      homes.setdefault(policy.checkpoint if on else f"={name}", []).append(name)
+    found = [
+      sorted(names, key=lambda n: self.policies[n].adapter is None)
+      for names in homes.values()
+    ]
+    return {"+".join(names): tuple(names) for names in found}
+
+  @property
+  def references(self) -> frozenset[str]:
+    """The policies that losses keep others near to."""
+    named = {self.policies[n].loss.reference for n in self.trained}
+    return frozenset(named & self.policies.keys())
+
+  def is_sampled(self, policy: str) -> bool:
+    """Not so a policy that losses alone refer to."""
+    return policy not in self.references or bool(self.agents_of(policy))
+
+  @property
   def held_out(self) -> dict[str, Source]:
     """`eval.sources`, or the test splits of the training sources."""
     return self.eval.sources or {
@@ -464,7 +592,7 @@ def read(
   Raises:
     ConfigError: with every fault found, one line each.
   """
-  raw = _load_file(path)
+  raw = load_file(path)
   for override in overrides:
     _override(raw, override)
   return check(build(raw), mode)
@@ -545,13 +673,21 @@ def _plain(raw: Any) -> Any:
   return raw
 
 
-def _load_file(path: str | pathlib.Path) -> dict[str, Any]:
+def load_file(
+  path: str | pathlib.Path, function: str = "get_config"
+) -> dict[str, Any]:
+  """What a function of a config file returns, as plain data; of a config.json
+  itself.
+
+  Raises:
+    ConfigError: there is no such file or function, or it fails.
+  """
   path = pathlib.Path(path)
   if path.name == "config.json" and path.is_file():
     return json.loads(path.read_text())
   if path.suffix != ".py" or not path.is_file():
     raise ConfigError(
-      f"--config={path}: no such file; name a Python file with get_config()"
+      f"--config={path}: no such file; name a Python file with {function}()"
     )
   spec = importlib.util.spec_from_file_location("drmas_jax_config", path)
   module = importlib.util.module_from_spec(spec)
@@ -561,7 +697,7 @@ def _load_file(path: str | pathlib.Path) -> dict[str, Any]:
     if (folder := str(path.resolve().parent)) not in sys.path:
       sys.path.insert(0, folder)
     spec.loader.exec_module(module)
-    raw = _plain(module.get_config())
+    raw = _plain(getattr(module, function)())
   except ConfigError:
     raise
   except Exception as e:
@@ -572,7 +708,7 @@ def _load_file(path: str | pathlib.Path) -> dict[str, Any]:
     raise ConfigError(f"{path}:{line}: {type(e).__name__}: {e}") from e
   if not isinstance(raw, dict):
     raise ConfigError(
-      f"--config={path}: get_config() returned {type(raw).__name__}; return "
+      f"--config={path}: {function}() returned {type(raw).__name__}; return "
       "a ConfigDict or a dict"
     )
   return raw
@@ -816,12 +952,11 @@ def check(config: Config, mode: Mode = "train") -> Config:
   for name, agent in config.agents.items():
     faults += _check_agent(f"agents.{name}", agent, config, mode)
   for name, policy in config.policies.items():
-    if not config.agents_of(name):
-      faults.append(
-        f"policies.{name}: no agent uses it; remove it, or set "
-        f"agents.NAME.policy={name!r}"
-      )
-    faults += _check_policy(f"policies.{name}", policy)
+    faults += _check_use(name, config)
+    faults += _check_policy(
+      f"policies.{name}", policy, name in config.references
+    )
+  faults += check_backbones(config, mode)
   faults += _check_mode(config, mode)
   if mode == "train" and not faults:
     faults += _check_importance(config)
@@ -830,6 +965,56 @@ def check(config: Config, mode: Mode = "train") -> Config:
   faults += _check_placement(config)
   _raise(faults)
   return config
+
+
+def _check_use(name: str, config: Config) -> list[str]:
+  """A policy is an agent's, who trains it unless it is frozen, or a
+  reference."""
+  agents = config.agents_of(name)
+  if not agents and name not in config.references:
+    return [
+      f"policies.{name}: no agent uses it; remove it, or set "
+      f"agents.NAME.policy={name!r}"
+    ]
+  faults, policy = [], config.policies[name]
+  if agents and not policy.frozen:
+    if not any(config.agents[a].train for a in agents):
+      faults.append(
+        f"policies.{name}: train=False for all its agents "
+        f"({', '.join(agents)}), so nothing would train it; set frozen=True, "
+        "or train=True for one"
+      )
+    faults += _check_reference(name, config)
+  return faults
+
+
+def _check_reference(name: str, config: Config) -> list[str]:
+  """What a trained policy is kept near to."""
+  loss, path = config.policies[name].loss, f"policies.{name}.loss"
+  frozen = sorted(n for n, p in config.policies.items() if p.frozen)
+  add = f"{', '.join(frozen) or 'none'}; add one with frozen=True"
+  if loss.kl_weight and not loss.reference:
+    return [
+      f"{path}.kl_weight: {loss.kl_weight:g} needs a reference; write "
+      f"{path}.reference=NAME of a frozen policy; there are {add}"
+    ]
+  if loss.reference and loss.reference not in frozen:
+    what = "trained" if loss.reference in config.policies else "no policy"
+    return [
+      f"{path}.reference: {loss.reference!r} is {what}; allowed are frozen "
+      f"policies: {add}"
+    ]
+  if not loss.reward_weight and not loss.kl_weight:
+    return [
+      f"{path}.reward_weight: 0 without kl_weight, so nothing would be "
+      "trained; write a value > 0, or kl_weight > 0 and a reference"
+    ]
+  if not loss.reward_weight and loss.kl == "k1":
+    return [
+      f"{path}.kl: 'k1' has no gradient on average, so with reward_weight=0 "
+      "nothing would be trained; write 'k2'"
+    ]
+  return []
 
 
 def _check_mode(config: Config, mode: Mode) -> list[str]:
@@ -876,6 +1061,13 @@ def _check_agent(
       f"{path}.sampling.temperature: 0 is greedy and teaches nothing; write a "
       "value > 0 (eval.sampling may be greedy)"
     )
+  faults += _check_agent_effect(path, agent, policy)
+  if agent.overlong_tokens > agent.max_tokens:
+    faults.append(
+      f"{path}.overlong_tokens: {agent.overlong_tokens} is more than "
+      f"max_tokens={agent.max_tokens}, so that completions without a token "
+      "would be overlong; lower it"
+    )
   uncorrected = not policy.frozen and policy.loss.importance == "none"
   if mode == "train" and uncorrected and _narrow(agent.sampling):
     faults.append(
@@ -895,6 +1087,25 @@ def _check_agent(
       f"allowed are {', '.join(role.templates)}; rename it"
     )
   return faults + _check_options(f"{path}.options", role.parse, agent.options)
+
+
+def _check_agent_effect(path: str, agent: Agent, policy: Policy) -> list[str]:
+  """Keys of an agent that were set and would change nothing."""
+  idle = {}
+  if policy.frozen:
+    why = f"policies.{agent.policy}.frozen=True"
+    idle = dict.fromkeys(("train", "loss_weight"), why)
+  elif not agent.train:
+    idle["loss_weight"] = "train=False"
+  if not agent.overlong_tokens:
+    idle["overlong_penalty"] = "overlong_tokens=0"
+  elif not agent.overlong_penalty:
+    idle["overlong_tokens"] = "overlong_penalty=0"
+  return [
+    f"{path}.{key}: has no effect with {why}; remove it"
+    for key, why in idle.items()
+    if getattr(agent, key) != _default(Agent, key)
+  ]
 
 
 def _narrow(sampling: Sampling) -> bool:
@@ -937,8 +1148,15 @@ def _check_prompt(path: str, agent: Agent, engine: Engine) -> list[str]:
   ]
 
 
-def _check_policy(path: str, policy: Policy) -> list[str]:
+def _check_policy(
+  path: str, policy: Policy, is_reference: bool = False
+) -> list[str]:
   faults, room = [], policy.engine.max_length
+  if policy.update_phase >= policy.update_every:
+    faults.append(
+      f"{path}.update_phase: {policy.update_phase} would never come; write "
+      f"less than update_every={policy.update_every}"
+    )
   buckets = {
     "engine.prefill_buckets": policy.engine.prefill_buckets,
     "row_buckets": policy.row_buckets,
@@ -962,13 +1180,20 @@ def _check_policy(path: str, policy: Policy) -> list[str]:
       f"one sequence of engine.max_length={room}; write at least that, or 0 "
       "for room in every slot"
     )
-  return faults + _check_effect(path, policy)
+  return faults + _check_effect(path, policy, is_reference)
 
 
-def _check_effect(path: str, policy: Policy) -> list[str]:
+def _check_effect(
+  path: str, policy: Policy, is_reference: bool = False
+) -> list[str]:
   """Keys that were set and would change nothing."""
   idle = _idle_of_policy(policy)
+  if is_reference:  # it scores the others' rows
+    idle = {k: v for k, v in idle.items() if k != "compute_dtype"}
   if not policy.frozen:
+    idle |= _idle_of_optimizer(policy.optimizer)
+    if policy.adapter and policy.optimizer.offload:
+      idle["optimizer.offload"] = "adapter, whose state is small"
     idle |= _idle_of_loss(policy.loss)
   return [
     f"{path}.{key}: has no effect with {why}; remove it"
@@ -978,22 +1203,34 @@ def _check_effect(path: str, policy: Policy) -> list[str]:
 
 def _idle_of_policy(policy: Policy) -> dict[str, str]:
   """Key: with what it has no effect."""
-  idle, why = [], ""
-  if policy.frozen:
-    trained = (
-      *("optimizer", "loss", "old_logprobs", "row_buckets", "remat"),
-      *("micro_batch", "compute_dtype", "update_on_zero_signal"),
+  if not policy.frozen:
+    return {}
+  trained = (
+    *("optimizer", "loss", "old_logprobs", "row_buckets"),
+    *("remat", "attention", "micro_tokens", "compute_dtype"),
+    "update_on_zero_signal",
+    *("num_updates", "num_epochs", "update_every", "update_phase"),
+  )
+  idle = [k for k in trained if getattr(policy, k) != _default(Policy, k)]
+  return dict.fromkeys(idle, "frozen=True")
+
+
+def _idle_of_optimizer(optimizer: Optimizer) -> dict[str, str]:
+  unread = {}
+  if optimizer.schedule == "constant":
+    unread = dict.fromkeys(
+      ("decay_steps", "final_fraction"), "optimizer.schedule='constant'"
     )
-    idle = [k for k in trained if getattr(policy, k) != _default(Policy, k)]
-    why = "frozen=True"
-  elif policy.optimizer.schedule == "constant":
-    idle = [
-      f"optimizer.{k}"
-      for k in ("decay_steps", "final_fraction")
-      if getattr(policy.optimizer, k) != _default(Optimizer, k)
-    ]
-    why = "optimizer.schedule='constant'"
-  return dict.fromkeys(idle, why)
+  reads = ast.literal_eval(_table("optimizers", "READS"))
+  optional = {option for names in reads.values() for option in names}
+  # An unknown name is its own fault.
+  for option in sorted(optional - set(reads.get(optimizer.name, optional))):
+    unread[option] = f"optimizer.name={optimizer.name!r}"
+  return {
+    f"optimizer.{key}": why
+    for key, why in unread.items()
+    if getattr(optimizer, key) != _default(Optimizer, key)
+  }
 
 
 def _idle_of_loss(loss: Loss) -> dict[str, str]:
@@ -1004,6 +1241,11 @@ def _idle_of_loss(loss: Loss) -> dict[str, str]:
     unread["divisor"] = f"loss.aggregation={loss.aggregation!r}"
   if loss.importance == "none":
     unread["importance_bound"] = "loss.importance='none'"
+  if not loss.kl_weight:
+    unread |= dict.fromkeys(("kl", "reference"), "loss.kl_weight=0")
+  if not loss.reward_weight:
+    rest = ("name", "clip_low", "clip_high", "dual_clip")
+    unread |= dict.fromkeys(rest, "loss.reward_weight=0")
   return {
     f"loss.{key}": why
     for key, why in unread.items()
@@ -1015,19 +1257,67 @@ def _default(cls: type, name: str) -> Any:
   return next(f.default for f in dataclasses.fields(cls) if f.name == name)
 
 
-def _check_tables(config: Config) -> list[str]:
-  """The names of estimator and losses."""
-  rows = [("advantage", config.advantage.name, "advantages", "ESTIMATORS")]
-  rows += [
-    (f"policies.{name}.loss", policy.loss.name, "losses", "LOSSES")
-    for name, policy in config.policies.items()
+def check_backbones(config: Config, mode: Mode = "train") -> list[str]:
+  """Policies with adapters, and the weights that they share."""
+  faults = []
+  for name, policy in config.policies.items():
+    path, adapter = f"policies.{name}.adapter", policy.adapter
+    if adapter is None:
+      continue
+    if policy.frozen:
+      faults.append(
+        f"{path}: has no effect with frozen=True; remove one of the two"
+      )
+    if mode == "sft":
+      faults.append(
+        f"{path}: --mode=sft trains all weights; remove it, or train with "
+        "--mode=train"
+      )
+    if len(set(adapter.targets)) != max(1, len(adapter.targets)):
+      faults.append(
+        f"{path}.targets: {adapter.targets}: allowed is each projection once, "
+        "and at least one; change it"
+      )
+  for first, *others in config.backbones.values():
+    for name in others:
+      faults += _check_alike(config, first, name)
+  return faults
+
+
+def _check_alike(config: Config, first: str, name: str) -> list[str]:
+  """Two policies on one backbone."""
+  policy = config.policies[name]
+  if policy.frozen:
+    shared = {"engine", "rollout_dtype", "chat_template_kwargs"}
+  else:
+    free = {"checkpoint", "frozen", "update_every", "update_phase"}
+    shared = {f.name for f in dataclasses.fields(Policy)} - free
+  want, found = (flatten(to_dict(config.policies[n])) for n in (first, name))
+  return [
+    f"policies.{name}.{key}: {found.get(key)!r} is not the {want.get(key)!r} "
+    f"of {first!r}, with which it shares the weights of "
+    f"{policy.checkpoint!r}; write that, or give one of the two a copy of the "
+    "checkpoint"
+    for key in sorted(want.keys() | found.keys())
+    if key.partition(".")[0] in shared and found.get(key) != want.get(key)
   ]
+
+
+def _check_tables(config: Config) -> list[str]:
+  """The names of estimator, losses and optimizers."""
+  rows = [("advantage.name", config.advantage.name, "advantages", "ESTIMATORS")]
+  for name, policy in config.policies.items():
+    path = f"policies.{name}.loss"
+    rows.append((f"{path}.name", policy.loss.name, "losses", "LOSSES"))
+    rows.append((f"{path}.kl", policy.loss.kl, "losses", "KL"))
+    path, rule = f"policies.{name}.optimizer.name", policy.optimizer.name
+    rows.append((path, rule, "optimizers", "OPTIMIZERS"))
   faults = _check_advantage(config.advantage)
   for path, name, module, table in rows:
     known = table_names(module, table)
     if name not in known:
       faults.append(
-        f"{path}.name: {name!r} not found; allowed are {', '.join(known)}; "
+        f"{path}: {name!r} not found; allowed are {', '.join(known)}; "
         f"rename it, or add a row to {table} in {module}.py"
       )
   return faults
@@ -1083,6 +1373,12 @@ def _check_parts(config: Config, mode: Mode) -> list[str]:
       for key in sources
       if not key.isidentifier() or key == "macro"  # the mean over sets
     ]
+  if config.data.resample and config.data.group_size == 1:
+    faults.append(
+      "data.resample: the one reward of a group of data.group_size=1 tells "
+      "nothing apart, so every group would be played again; remove it, or "
+      "raise group_size"
+    )
   if not config.data.sources:
     faults.append("data.sources: empty; add an entry, such as gsm8k=dict(..)")
   if len(config.data.sources) == 1:

@@ -22,14 +22,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from drmas_jax import (
   advantages,
-  batching,
   checkpoint,
   data,
   evaluate,
@@ -160,10 +159,15 @@ def _pinned(config: config_lib.Config) -> config_lib.Config:
     name: dataclasses.replace(policy, checkpoint=names[name])
     for name, policy in config.policies.items()
   }
-  return dataclasses.replace(config, policies=policies)
+  config = dataclasses.replace(config, policies=policies)
+  if faults := config_lib.check_backbones(config):  # names may be one only now
+    raise config_lib.ConfigError("\n".join(faults))
+  return config
 
 
-def _build(config: config_lib.Config) -> dict[str, Backbone]:
+def _build(
+  config: config_lib.Config, train: bool = True
+) -> dict[str, Backbone]:
   """Plans the devices and builds every backbone, without weights.
 
   Nothing large is fetched for a plan that does not fit.
@@ -173,7 +177,7 @@ def _build(config: config_lib.Config) -> dict[str, Backbone]:
   for name, path in names.items():
     with _blaming(f"policies.{name}.checkpoint={path!r}"):
       models[name] = checkpoint_sizes(path)
-  plan = placement.plan(config, models)
+  plan = placement.plan(config, models, train=train)
   _say(
     f"{placement.describe(plan)}; {', '.join(names)} from "
     f"{', '.join(names.values())}"
@@ -182,15 +186,51 @@ def _build(config: config_lib.Config) -> dict[str, Backbone]:
     with _blaming(f"policies.{name}.checkpoint={path!r}"):
       folders[name] = checkpoint_folder(path)
       models[name] = weights.read_config(folders[name])
-  plan = placement.plan(config, models)  # what is there decides
-  for name, path in names.items():
-    with _blaming(f"policies.{name}.checkpoint={path!r}"):
+  plan = placement.plan(config, models, train=train)  # what is there decides
+  for name, policies in config.backbones.items():
+    first = policies[0]
+    if not train and not any(map(config.is_sampled, policies)):
+      continue  # it is there for a loss
+    with _blaming(f"policies.{first}.checkpoint={names[first]!r}"):
       backbones[name] = Backbone(
-        name, config, plan.slices[name], models[name], folders[name]
+        policies,
+        config,
+        plan.slices[name],
+        models[first],
+        folders[first],
+        train,
       )
     stops = backbones[name].tokenizer.stop_ids
     _say(f"{name}'s completions end at the ids {', '.join(map(str, stops))}")
+  if train:
+    _check_references(config, backbones)
   return backbones
+
+
+def _check_references(
+  config: config_lib.Config, backbones: Mapping[str, Backbone]
+) -> None:
+  """Log-probs of the same tokens are compared."""
+  homes = {n: b for b in backbones.values() for n in b.names}
+  for name in config.trained:
+    other = config.policies[name].loss.reference
+    if not other or homes[other] is homes[name]:
+      continue
+    key = f"policies.{name}.loss.reference: {other!r}"
+    ids = [homes[n].tokenizer.vocabulary() for n in (name, other)]
+    if ids[0] != ids[1]:
+      raise config_lib.ConfigError(
+        f"{key} has another tokenizer; allowed is a policy with the same "
+        "vocabulary; name another"
+      )
+    room = homes[other].learner.model.max_positions
+    longest = homes[name].row_buckets[-1]
+    if longest > room:
+      raise config_lib.ConfigError(
+        f"{key} has {room} positions, and {name!r} has rows of {longest} "
+        "tokens; allowed are at most as many; lower row_buckets and "
+        "engine.max_length, or name another"
+      )
 
 
 @contextlib.contextmanager
@@ -217,7 +257,7 @@ def _source(where: str, key: str, source: config_lib.Source) -> Any:
     return module.make(source.split, **source.options)
 
 
-def _stream(config: config_lib.Config) -> data.Stream:
+def stream(config: config_lib.Config) -> data.Stream:
   """The training tasks."""
   sources = config.data.sources
   made = {k: _source(f"data.sources.{k}", k, s) for k, s in sources.items()}
@@ -254,7 +294,7 @@ def _rollout(
     team = rollout.Team(config)
   return rollout.Rollout(
     team,
-    {n: b.sampler for n, b in backbones.items()},
+    {n: s for b in backbones.values() for n, s in b.samplers.items()},
     config,
     heartbeat=stop.check,
   )
@@ -277,6 +317,28 @@ def _manifest(
   )
 
 
+class Played(NamedTuple):
+  """What a step's rollout came to, on this host.
+
+  Attributes:
+    groups: that are trained on, in the order of the stream.
+    replaced: by some of these, since their rewards tell nothing apart.
+    rounds: in which such groups were replaced, on any host.
+    cursor: of the stream, behind the tasks of all hosts.
+    stopped: the step is given up.
+  """
+
+  groups: list[Group]
+  replaced: list[Group]
+  rounds: int
+  cursor: int
+  stopped: bool
+
+  @property
+  def all(self) -> list[Group]:
+    return self.groups + self.replaced
+
+
 class Training:
   """A run: its state, and what it does with it."""
 
@@ -289,14 +351,20 @@ class Training:
     start: float,
   ):
     self.config, self.backbones, self.workdir = config, backbones, workdir
+    self.homes = {n: b for b in backbones.values() for n in b.names}
     self.stop = stop
-    self.stream = _stream(config)
+    self.stream = stream(config)
     self.held_out, self.fingerprints = _held_out(config)
     for key, source in self.stream.sources.items():
       self.fingerprints[f"train/{key}"] = source.fingerprint
     self.rollout = _rollout(config, backbones, stop)
     self.checkpoints = checkpoint.Checkpoints(workdir, config.checkpoint.keep)
     self.penalties = {n: a.invalid_penalty for n, a in config.agents.items()}
+    self.overlong = {
+      n: rewards.Overlong(a.max_tokens, a.overlong_tokens, a.overlong_penalty)
+      for n, a in config.agents.items()
+      if a.overlong_tokens
+    }
     self.keys = {
       p: sampling.root_key(config.seed, p) for p in ("train", "eval")
     }
@@ -369,37 +437,41 @@ class Training:
       Stopped: by a signal, on any host; the state is that before or after it.
     """
     began, before = time.monotonic(), self._counts()
-    groups, stopping = self._collect()
+    collected = self._collect()
     played, after = time.monotonic(), self._counts()
-    rows = rewards.row_scores(groups, self.penalties)
-    estimate, averages = self._estimate(rows)
-    trained = [self.backbones[n] for n in self.config.trained]
-    work = {b.name: b.work(rows, estimate.values) for b in trained}
-    shares = self._agree(work, groups, stopping)
+    groups = collected.groups
+    rows = rewards.row_scores(groups, self.penalties, self.overlong)
+    estimate, averages = self._estimate(groups, rows)
+    due = self._due()
+    work = {
+      name: backbone.work(rows, estimate.values, due)
+      for name, backbone in self.backbones.items()
+      if any(n in due for n in backbone.trained)
+    }
+    shares = self._agree(work, collected)
     if max(s["abandoned"] for s in shares):
       raise Stopped
     self._check_failures(shares)
-    outputs, skipped = self._update(rows, estimate.values, work, shares)
+    updates, skipped, norms = self._update(rows, estimate.values, work, shares)
     self.averages = averages
     self.score = None
     self.step_done += 1
-    self.cursor += self.config.data.num_tasks
-    mixed = self.stream.sources if len(self.stream.sources) > 1 else ()
-    found = metrics.rollout(groups, rows, self.config.agent_names, tuple(mixed))
+    self.cursor = collected.cursor
+    found = self._of_rollout(collected, rows)
     found |= metrics.baselines(
       estimate.num_singleton,
       estimate.num_zero_variance,
       self.config.agent_names,
     )
-    for name in self.backbones:
-      found |= metrics.sampling(before[name], after[name], name)
-    for name in self.config.trained:
+    for name, counts in before.items():
+      found |= metrics.sampling(counts, after[name], name)
+    for name in due:
       for reason in ("no_rows", "no_signal", "non_finite"):
         found[f"skipped/{reason}/{name}"] = float(skipped.get(name) == reason)
-    for name, (output, norms) in outputs.items():
-      agents = self.backbones[name].agent_index
-      found |= metrics.update(output, norms, name, agents)
-    tokens = rollout.count_tokens(groups)
+    for name, done in updates.items():
+      found |= metrics.update(done, self.backbones[name].agents)
+    found |= norms
+    tokens = rollout.count_tokens(collected.all)
     self._say_shapes()
     found |= {
       "time/step_s": time.monotonic() - began,
@@ -410,6 +482,20 @@ class Training:
     self._write_episodes(groups, rows, estimate.values)
     if max(s["stop"] for s in shares):
       raise Stopped
+
+  def _of_rollout(
+    self, collected: Played, rows: rewards.Rows
+  ) -> dict[str, float]:
+    """Metrics of a rollout. Rewards and faults are of all that was played, so
+    that they do not depend on what is replaced; turns of what is trained on."""
+    mixed = self.stream.sources if len(self.stream.sources) > 1 else ()
+    names = self.config.agent_names
+    found = metrics.rollout(collected.all, rows, names, tuple(mixed))
+    found |= metrics.overlong(rows, self.overlong)
+    if self.config.data.resample:
+      found["resample_rounds/team"] = float(collected.rounds)
+      found["resample_dropped/team"] = float(len(collected.replaced))
+    return found
 
   def _say_shapes(self) -> None:
     """What the engines have had to compile since the step before."""
@@ -425,23 +511,70 @@ class Training:
     return {
       name: dataclasses.replace(backbone.sampler.counts)
       for name, backbone in self.backbones.items()
+      if backbone.engines
     }
 
-  def _collect(self) -> tuple[list[Group], bool]:
-    """This host's groups of the step, or none if the step is given up."""
-    tasks = hosts.share(
-      self.stream.tasks(self.cursor, self.config.data.num_tasks)
-    )
+  def _collect(self) -> Played:
+    """Plays this host's tasks and, if so configured, fresh ones in the place of
+    those whose rewards tell nothing apart.
+
+    In a further round every host plays as many as it lacks, each the tasks
+    behind those of the hosts before it, so that the cursor is the same on all.
+    What is lacking after the last round is made up for with the first others.
+    """
+    settings = self.config.data
+    cursor = self.cursor + settings.num_tasks
+    tasks = hosts.share(self.stream.tasks(self.cursor, settings.num_tasks))
+    wanted, rounds = len(tasks), 0
+    telling: list[Group] = []
+    flat: list[Group] = []
+    while True:
+      groups, stopped = self._play(tasks)
+      for group in groups:
+        tells = rewards.is_mixed(group, self.config.advantage.zero_tolerance)
+        (telling if tells else flat).append(group)
+      if rounds == settings.resample:
+        break
+      missing = self._missing(wanted - len(telling), stopped)
+      if not any(missing):
+        break
+      first = cursor + sum(missing[: jax.process_index()])
+      tasks = self.stream.tasks(first, missing[jax.process_index()])
+      cursor += sum(missing)
+      rounds += 1
+    lacking = wanted - len(telling)
+    groups = sorted(telling + flat[:lacking], key=lambda g: g.task.position)
+    return Played(groups, flat[lacking:], rounds, cursor, stopped)
+
+  def _play(self, tasks: Sequence[Task]) -> tuple[list[Group], bool]:
+    """Groups of the tasks, or none if the step is given up."""
     size = self.config.data.group_size
     try:
       return self.rollout.collect(tasks, size, self.keys["train"]), False
     except Stopped:
       return [], True
 
+  def _missing(self, mine: int, stopped: bool) -> list[int]:
+    """How many groups each host plays again; none if one has given up."""
+    shares = hosts.agree(
+      "resample",
+      {"missing": mine, "stopped": int(stopped)},
+      self.config.placement.timeout_s,
+    )
+    if any(s["stopped"] for s in shares):
+      return []
+    return [s["missing"] for s in shares]
+
   def _estimate(
-    self, rows: rewards.Rows
+    self, groups: Sequence[Group], rows: rewards.Rows
   ) -> tuple[advantages.Advantages, np.ndarray]:
     """Advantages, and what the estimator keeps for the next step."""
+    settings, steps = self.config.advantage, {}
+    if "gamma" in advantages.READS[settings.name]:
+      steps = {
+        "anchor": rewards.anchors(rows.turns),
+        "returns": rewards.step_returns(groups, rows.scores, settings.gamma),
+      }
 
     def total(sums: np.ndarray) -> np.ndarray:
       shares = hosts.agree(
@@ -452,7 +585,7 @@ class Training:
       return np.sum([s["sums"] for s in shares], axis=0)
 
     return advantages.estimate(
-      self.config.advantage,
+      settings,
       rows.scores,
       rows.group,
       rows.agent,
@@ -463,27 +596,20 @@ class Training:
       per_agent=rows.per_agent,
       averages=self.averages,
       total=total,
+      **steps,
     )
 
-  def _agree(self, work, groups: list[Group], abandoned: bool) -> list[dict]:
+  def _agree(self, work, collected: Played) -> list[dict]:
     """One exchange between hosts; nothing else decides between branches."""
-    episodes = [e for g in groups for e in g.episodes]
+    episodes = [e for g in collected.all for e in g.episodes]
     failed = [e for e in episodes if not rewards.ok(e)]
     mine = {
-      "abandoned": int(abandoned),
+      "abandoned": int(collected.stopped),
       "stop": int(self.stop.signal > 0),
       "episodes": len(episodes),
       "failed": len(failed),
       "fault": next((e.fault.message for e in failed if e.fault), ""),
-      "work": {
-        name: {
-          "tokens": w.tokens,
-          "denominator": w.denominator,
-          "num_rows": w.size.num_rows,
-          "longest": w.size.longest,
-        }
-        for name, w in work.items()
-      },
+      "work": {name: w.numbers() for name, w in work.items()},
     }
     return hosts.agree("step", mine, self.config.placement.timeout_s)
 
@@ -498,41 +624,72 @@ class Training:
         f"{self.config.rollout.max_failed}; the first: {fault}"
       )
 
+  def _due(self) -> tuple[str, ...]:
+    """The policies that this step updates."""
+    return tuple(
+      name
+      for name in self.config.trained
+      if self.step_done % self.config.policies[name].update_every
+      == self.config.policies[name].update_phase
+    )
+
   def _update(self, rows, values, work, shares):
-    """Dispatches every backbone's update, then every weight sync."""
-    outputs, skipped = {}, {}
+    """Dispatches every backbone's updates, then every weight sync; the updates
+    by backbone, why policies were not updated, and norms of the turns' score
+    vectors before that, as metrics."""
+    updates, skipped = {}, {}
     every = self.config.logging.agent_norm_every
     norms = every > 0 and self.step_done % every == 0
     with hosts.together("update"):
       for backbone in self.backbones.values():
         backbone.release()
-      for name in self.config.trained:
-        asked = [s["work"][name] for s in shares]
-        tokens = sum(a["tokens"] for a in asked)
-        if not sum(a["num_rows"] for a in asked):
-          skipped[name] = "no_signal" if tokens else "no_rows"
-          continue
+      score_norms = self._score_norms(rows)
+      for name in work:
         backbone = self.backbones[name]
-        outputs[name] = backbone.update(
+        updates[name] = backbone.update(
           rows,
           values,
           work[name],
-          batching.Size(
-            max(a["num_rows"] for a in asked), max(a["longest"] for a in asked)
-          ),
-          sum(a["denominator"] for a in asked),
-          num_hosts=len(shares),
-          agent_norms=norms and len(backbone.agents) > 1,
+          [s["work"][name] for s in shares],
+          reference=self.homes.get(backbone.policy.loss.reference),
+          agent_norms=norms
+          and any(len(own) > 1 for own in backbone.agents.values()),
         )
-      for name, backbone in self.backbones.items():
-        backbone.count_updates(int(name in outputs))
+        for policy, num in backbone.updated(updates[name]).items():
+          backbone.count_updates(policy, num)
+      for backbone in self.backbones.values():
         backbone.resume()
-      outputs = placement.fetch(outputs)
-    for name, (output, _) in outputs.items():
-      if not output.finite:
-        skipped[name] = "non_finite"
-        self.backbones[name].count_updates(-1)
-    return outputs, skipped
+      updates = placement.fetch(updates)
+    for name, done in updates.items():
+      backbone = self.backbones[name]
+      tokens = np.sum([s["work"][name]["tokens"] for s in shares], axis=0)
+      for k, policy in enumerate(backbone.names[: backbone.num_policies]):
+        lost = sum(bool(u.live[k]) and not u.output.finite[k] for u in done)
+        if lost:
+          skipped[policy] = "non_finite"
+          backbone.count_updates(policy, -lost)
+        elif not any(u.live[k] for u in done):
+          skipped[policy] = "no_signal" if tokens[k] else "no_rows"
+    return updates, skipped, score_norms
+
+  def _score_norms(self, rows: rewards.Rows) -> dict[str, float]:
+    every, found = self.config.logging.score_norm_every, {}
+    if not every or self.step_done % every:
+      return found
+    for backbone in self.backbones.values():
+      if not backbone.trained:
+        continue
+      shares = hosts.agree(
+        "score_norms",
+        backbone.extent(rows),
+        self.config.placement.timeout_s,
+      )
+      squares = backbone.score_norms(rows, shares)
+      for name in backbone.trained:
+        for agent, i in backbone.agents[name].items():
+          said = metrics.score_norms(rows, squares, i)
+          found |= {f"{what}/{agent}": value for what, value in said.items()}
+    return found
 
   def _record(self, found: dict, tokens: int, rollout_s: float) -> None:
     """Merges the hosts' metrics, and writes them."""
@@ -603,18 +760,18 @@ class Training:
         step=self.step_done,
         cursor=self.cursor,
         config=config_lib.to_dict(self.config),
-        versions={n: b.updates for n, b in self.backbones.items()},
+        versions={n: b.updates[n] for n, b in self.homes.items()},
         extra={
           "before": self.before,
           "averages": self.averages.tolist(),
           "deterministic": self.deterministic,
           "totals": self.totals,
           "changes": self.changes,
-          "folders": {n: b.digest for n, b in self.backbones.items()},
+          "folders": {n: b.digest for n, b in self.homes.items()},
         },
         score=self.score,
       ),
-      {n: self.backbones[n].state for n in self.config.trained},
+      {n: s for b in self.backbones.values() for n, s in b.states().items()},
     )
 
   def restore(self, allow_change: Sequence[str]) -> None:
@@ -622,20 +779,22 @@ class Training:
     run = self.checkpoints.run()
     self._check_alike(run)
     self._check_resume(run, allow_change)
-    for name, backbone in self.backbones.items():
-      if run is None or name not in self.config.trained:
-        with _blaming(f"policies.{name}.checkpoint"):
+    for backbone in self.backbones.values():
+      if run is None or not backbone.trained:
+        with _blaming(f"policies.{backbone.names[0]}.checkpoint"):
           backbone.load()
     if run is not None:
+      trained = [b for b in self.backbones.values() if b.trained]
       states, run = self.checkpoints.restore(
-        {n: self.backbones[n].abstract_state() for n in self.config.trained}
+        {n: s for b in trained for n, s in b.abstract_states().items()}
       )
       self._check_alike(run)  # it may be an older one
       self._check_resume(run, allow_change)
       _say(f"goes on from step {run.step} of {self.workdir}")
-      for name, state in states.items():
-        self.backbones[name].state = state
-        self.backbones[name].updates = run.versions[name]
+      for backbone in trained:
+        backbone.put(states)
+      for name, backbone in self.homes.items():
+        backbone.updates[name] = run.versions[name]
       self.step_done, self.cursor = run.step, run.cursor
       self.score = run.score
       self.before = run.extra["before"]
@@ -793,7 +952,7 @@ def _evaluate(
   """`--mode=eval`: a checkpoint of the workdir, or the policies as they come
   where it has none, on the held-out sets; leaves <workdir>/eval/step_<N>."""
   tasks, fingerprints = _held_out(config)
-  backbones = _build(_frozen(config))
+  backbones = _build(config, train=False)
   stop = Stop(0.0, "the evaluation ends here, and what it has played is kept")
   player = _rollout(config, backbones, stop)
   try:
@@ -802,8 +961,9 @@ def _evaluate(
     num, k = evaluate.extent(config.eval, final=True)
     grouped = k if player.team.environment.scores_groups else 0
     known = {
-      name: (placement.checksum(backbone.params), backbone.digest)
-      for name, backbone in backbones.items()
+      name: (checksum, backbone.digest)
+      for backbone in backbones.values()
+      for name, checksum in backbone.checksums().items()
     }
     identity = records.identity(config, known, about, grouped)
     folder = records.folder(workdir, done)
@@ -829,15 +989,6 @@ def _evaluate(
   return 0
 
 
-def _frozen(config: config_lib.Config) -> config_lib.Config:
-  """Nothing is trained, so nothing of an optimizer is planned or loaded."""
-  policies = {
-    name: dataclasses.replace(policy, frozen=True)
-    for name, policy in config.policies.items()
-  }
-  return dataclasses.replace(config, policies=policies)
-
-
 def to_sample(
   config: config_lib.Config,
   workdir: pathlib.Path | None,
@@ -857,18 +1008,15 @@ def to_sample(
   """
   hosts.initialize(None, None, None, timeout_s=config.placement.timeout_s)
   config = _pinned(config)
-  backbones = _build(_frozen(config))
+  backbones = _build(config, train=False)
   team = _rollout(config, backbones, stop) if config.agents else None
   if workdir is not None:
     _restore_params(config, backbones, workdir, step)
-  for name, backbone in backbones.items():
+  for backbone in backbones.values():
     if workdir is None:
-      with _blaming(
-        f"policies.{name}.checkpoint={backbone.policy.checkpoint!r}"
-      ):
-        backbone.load()
+      _load(backbone)
     backbone.resume()
-    backbone.params = None  # the engine has its own
+    backbone.drop()  # the engine has its own
   return backbones, team
 
 
@@ -908,18 +1056,51 @@ def _restore_params(
     _say(f"evaluates step {done} of {workdir}")
     _check_folders(run, backbones)
   origins = {}
-  for name, backbone in backbones.items():
-    policy = config.policies[name]
-    with _blaming(f"policies.{name}.checkpoint={policy.checkpoint!r}"):
-      if run is None or policy.frozen:
-        backbone.load()
-        origins[name] = policy.checkpoint
-        continue
-      saved = checkpoint.SavedPolicy(workdir, name, str(done))
-      backbone.params = saved.restore(backbone.abstract_state().params)
-    backbone.updates = run.versions[name]
-    origins[name] = f"checkpoint {done}"
+  for backbone in backbones.values():
+    learned = [n for n in backbone.names if n in config.trained]
+    if run is None or not learned:
+      _load(backbone)
+    else:
+      with _blaming(f"policies.{learned[0]}.checkpoint"):
+        saved = {
+          n: checkpoint.SavedPolicy(workdir, n, str(done)) for n in learned
+        }
+        _check_below(config, saved)
+        backbone.restore(saved)
+    for name in backbone.names:
+      origins[name] = config.policies[name].checkpoint
+      if run is not None and name in learned:
+        origins[name] = f"checkpoint {done}"
+        backbone.updates[name] = run.versions[name]
   return done, origins
+
+
+def _check_below(
+  config: config_lib.Config, saved: Mapping[str, checkpoint.SavedPolicy]
+) -> None:
+  """Adapters are what they were trained to be on the weights below them only.
+
+  Raises:
+    ConfigError: the config has others.
+  """
+  for name, policy in saved.items():
+    now = config.policies[name]
+    pairs = {
+      "checkpoint": (now.checkpoint, policy.checkpoint),
+      "adapter": (config_lib.to_dict(now.adapter), policy.adapter),
+    }
+    for key, (mine, its) in pairs.items():
+      if now.adapter is not None and mine != its:
+        raise config_lib.ConfigError(
+          f"policies.{name}.{key}: {mine!r} is not what the adapter was "
+          f"trained with, {its!r}; write that"
+        )
+
+
+def _load(backbone: Backbone) -> None:
+  where = f"policies.{backbone.names[0]}.checkpoint"
+  with _blaming(f"{where}={backbone.policy.checkpoint!r}"):
+    backbone.load()
 
 
 def _no_reward(config: config_lib.Config, found: Mapping[str, float]) -> str:
@@ -947,11 +1128,12 @@ def _check_folders(
   run: checkpoint.Run, backbones: Mapping[str, Backbone]
 ) -> None:
   """The model's shape and the tokenizer never change on resume (rule 25)."""
+  homes = {n: b for b in backbones.values() for n in b.names}
   for name, digest in run.extra["folders"].items():
-    if name in backbones and backbones[name].digest != digest:
+    if name in homes and homes[name].digest != digest:
       raise config_lib.ConfigError(
         f"policies.{name}.checkpoint: config.json or the tokenizer of "
-        f"{str(backbones[name].folder)!r} is not what the run began with; put "
+        f"{str(homes[name].folder)!r} is not what the run began with; put "
         "it back, or start a new --workdir"
       )
 
@@ -992,7 +1174,7 @@ def _sft(
     written = sft.train(
       config,
       backbones,
-      _stream(config),
+      stream(config),
       workdir,
       report,
       lambda: stop.signal > 0,

@@ -41,6 +41,12 @@ from drmas_jax import jetstream_compat, logprobs, sampling, sharding
 from drmas_jax.models import paged, transformer
 
 MAX_STOPS = 8  # stop ids that a request may have beside the tokenizer's
+_ENOUGH_TOKENS = 512  # at once: more take longer, and not less for each
+
+
+def rows_at_once(prefill_rows: int, bucket: int) -> int:
+  """Chunks of a bucket that are prefilled together; fewer are filled up."""
+  return max(1, min(prefill_rows, _ENOUGH_TOKENS // bucket))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +102,7 @@ class Requests(NamedTuple):
     min_tokens: no stop id is sampled before there are so many.
     temperature, top_k, top_p: see `sampling.sample`.
     stops: [S, MAX_STOPS] int32, stop ids of its own, filled with -1.
+    policy: int32, whose adapter it has; see `models/adapters.py`.
   """
 
   seed: Any
@@ -105,6 +112,7 @@ class Requests(NamedTuple):
   top_k: Any
   top_p: Any
   stops: Any
+  policy: Any
 
 
 class Chunk(NamedTuple):
@@ -117,12 +125,14 @@ class Chunk(NamedTuple):
     source: the page of token start - 1 in the sequence that this one goes on
       from (0 if start is 0). What it has before `start` is copied to the first
       page that is written, and a state is taken from it.
+    policy: whose adapter it has.
   """
 
   tokens: np.ndarray
   start: int
   pages: Sequence[int]
   source: int
+  policy: int = 0
 
 
 class Slots(NamedTuple):
@@ -147,7 +157,7 @@ class Prefix(NamedTuple):
   """JetStream's prefilled prompt: a pool of its own, from page 1 on."""
 
   cache: Any
-  hidden: Any  # [R, D], of which row 0 counts
+  hidden: Any  # [S, D], of which row 0 counts
   length: Any
 
 
@@ -224,6 +234,7 @@ def _empty_slots(spec: Spec) -> Slots:
       top_k=zeros,
       top_p=ones,
       stops=jnp.full([num, MAX_STOPS], -1, jnp.int32),
+      policy=zeros,
     ),
   )
 
@@ -242,15 +253,50 @@ def _grow(spec: Spec, num_pages: int, cache: Any) -> Any:
   return jax.tree.map(put, _pool(spec, num_pages), cache)
 
 
-def _prefill(spec: Spec, params, cache, tokens, lengths, starts, source, table):
-  """Chunks of R rows: tokens [R, bucket], lengths [R], and see `Chunk`."""
-  rows, bucket = tokens.shape
+def _prefill(spec: Spec, params, cache, count, chunks):
+  """The first `count` of some chunks, `rows_at_once` at a time: one program for
+  any number, and work in proportion to it.
+
+  Args:
+    spec: of the engine.
+    params: rollout weights.
+    cache: the pool; donated.
+    count: how many.
+    chunks: tokens [R, bucket], lengths [R], starts [R], source [R], policy
+      [R], table [R, M]; see `Chunk`.
+
+  Returns:
+    The pool, and [S, D], the hidden states behind the last tokens.
+  """
+  rows, bucket = chunks[0].shape
+  num = rows_at_once(spec.prefill_rows, bucket)
+
+  def body(i, carry):
+    cache, hidden = carry
+    some = (jax.lax.dynamic_slice_in_dim(x, i * num, num) for x in chunks)
+    cache, last = _prefill_rows(spec, params, cache, *some)
+    return cache, jax.lax.dynamic_update_slice_in_dim(
+      hidden, last.astype(hidden.dtype), i * num, 0
+    )
+
+  hidden = jnp.zeros([rows, spec.model.embed_dim], jnp.dtype(spec.dtype))
+  cache, hidden = jax.lax.fori_loop(
+    0, (count + num - 1) // num, body, (cache, hidden)
+  )
+  return cache, hidden[: spec.num_slots]
+
+
+def _prefill_rows(
+  spec, params, cache, tokens, lengths, starts, source, policy, table
+):
+  """The pool and hidden states behind some chunks."""
+  bucket = tokens.shape[1]
   offsets = jnp.arange(bucket, dtype=jnp.int32)
   inputs = transformer.Inputs(
     tokens=tokens,
     positions=starts[:, None] + offsets,
     segment_ids=(offsets < lengths[:, None]).astype(jnp.int32),
-    policy_index=jnp.zeros([rows], jnp.int32),
+    policy_index=policy,
   )
 
   def begin(leaf):
@@ -291,7 +337,7 @@ def _insert(spec: Spec, state, hidden, count, key, what):
   Args:
     spec: of the engine.
     state: donated.
-    hidden: [R, D], of a prefill.
+    hidden: [S, D], of a prefill.
     count: how many.
     key: root of the sampling.
     what: rows, slots, copies [S, 2], lengths [S], requests.
@@ -327,16 +373,20 @@ def _insert(spec: Spec, state, hidden, count, key, what):
   return jax.lax.fori_loop(0, count, body, state)
 
 
-def _take(spec: Spec, cache, slots: Slots, ids, table):
+def _take(spec: Spec, room, cache, slots: Slots, ids, table):
   """The pages `ids` of the pool in a row; of a state, each slot's.
 
   Args:
     spec: of the engine.
+    room: what was taken last, of the same sizes, or None; donated. The pages
+      are copied to where it lies: fresh memory costs the system more than the
+      copy does.
     cache: the pool.
     slots: as they are before the run.
     ids: [W] pages.
     table: [S, M] the slots' pages, as places in `ids`.
   """
+  del room
   last = ids[_last_page(spec, table, slots.length)]
   return _map_cache(
     spec, lambda leaf: leaf[ids], lambda leaf: leaf[last], cache
@@ -400,7 +450,7 @@ def _step(spec: Spec, params, cache, slots: Slots, pages: paged.Pages):
     # A slot that has ended goes nowhere: to page 0.
     positions=jnp.where(active, slots.length, 0)[:, None],
     segment_ids=active[:, None].astype(jnp.int32),
-    policy_index=jnp.zeros([spec.num_slots], jnp.int32),
+    policy_index=ask.policy,
   )
   table = jnp.where(active[:, None], pages.table, 0)
   hidden, cache = spec.decoder.forward(
@@ -435,7 +485,8 @@ def _generate(
     pages: of the slots, in `cache`.
     live: [S] bool, False ends a slot (its tag closed, its episode is gone).
     num_steps: at most spec.steps_per_call.
-    leave_when_free: return as soon as a slot ends (there is work for it).
+    leave_when_free: return as soon as an eighth of the slots has ended (there
+      is work for them): each call has its price.
   """
   size = (spec.steps_per_call, spec.num_slots)
   pool = cache
@@ -456,7 +507,7 @@ def _generate(
   def go_on(carry):
     _, slots, out = carry
     running = jnp.sum(slots.active)
-    free = leave_when_free & (running < started)
+    free = leave_when_free & (started - running >= -(-spec.num_slots // 8))
     return (out.num_steps < num_steps) & (running > 0) & ~free
 
   def body(carry):
@@ -512,7 +563,7 @@ def _slot_axes() -> Slots:
     generated=one,
     active=one,
     key=two,
-    requests=Requests(two, one, one, one, one, one, two),
+    requests=Requests(two, one, one, one, one, one, two, one),
   )
 
 
@@ -544,6 +595,23 @@ def param_shardings(spec: Spec) -> Any:
   return sharding.shardings(axes, shapes, spec.mesh)
 
 
+def adapter_shardings(spec: Spec, axes: Any, shapes: Any) -> list[Any]:
+  """Of adapters, layer by layer (`adapters.by_layer`).
+
+  Args:
+    spec: of the engine.
+    axes: of the tree of adapters.
+    shapes: the tree.
+  """
+  one = jax.tree.map(
+    lambda names: (names[0], *names[2:]), axes, is_leaf=sharding.is_axes
+  )
+  layer = jax.eval_shape(
+    lambda tree: jax.tree.map(lambda x: x[:, 0], tree), shapes
+  )
+  return [sharding.shardings(one, layer, spec.mesh)] * spec.model.num_layers
+
+
 def to_host(out: Generated) -> Generated:
   """Waits for a run and fetches it in one transfer."""
   return jax.device_get(out)
@@ -561,6 +629,7 @@ def programs(spec: Spec) -> Programs:
       function,
       static_argnums=(0, *static),
       donate_argnums=donate,
+      keep_unused=True,  # what is donated gives its memory
       out_shardings=outputs,
     )
     return functools.partial(jitted, spec)
@@ -572,7 +641,7 @@ def programs(spec: Spec) -> Programs:
     grow=jit(_grow, cache, static=(1,)),
     prefill=jit(_prefill, (cache, whole), donate=(2,)),
     insert=jit(_insert, state, donate=(1,)),
-    take=jit(_take, cache),
+    take=jit(_take, cache, donate=(1,)),
     generate=jit(_generate, (cache, slots, whole), donate=(2, 3)),
     give=jit(_give, cache, donate=(1,)),
     read=jit(_read, whole),
@@ -601,6 +670,8 @@ class PolicyEngine(jetstream_compat.Engine):
     self.params: Any = None
     self.state: DecodeState | None = None
     self.version = -1
+    self._taken: Any = None  # what a run worked on, as room for the next one's
+    self._taken_pages = 0
     self.num_pages = _first_pages(spec)
     # Programs that were run, by name and sizes: what had to be compiled.
     self.shapes: set[tuple[str, str]] = set()
@@ -629,7 +700,7 @@ class PolicyEngine(jetstream_compat.Engine):
 
   def release(self) -> None:
     """Drops the rollout weights and the cache."""
-    self.params = self.state = None
+    self.params = self.state = self._taken = None
 
   def grow(self, num_pages: int) -> None:
     """A pool of `num_pages`; what is in it stays.
@@ -658,30 +729,35 @@ class PolicyEngine(jetstream_compat.Engine):
     )
 
   def prefill_rows(self, chunks: Sequence[Chunk]) -> jax.Array:
-    """Prefills up to prefill_rows chunks of one bucket; pads the rest.
+    """Prefills up to num_slots chunks of one bucket.
 
     Returns:
-      [R, D], the hidden state behind each chunk's last token.
+      [S, D], the hidden state behind each chunk's last token.
     """
     cache, hidden = self._prefill(self.params, self.state.cache, chunks)
     self.state = self.state._replace(cache=cache)
     return hidden
 
   def _prefill(self, params, cache, chunks: Sequence[Chunk], bucket: int = 0):
-    rows = self.spec.prefill_rows
     bucket = bucket or self.bucket(max(len(c.tokens) for c in chunks))
+    num = rows_at_once(self.spec.prefill_rows, bucket)
+    rows = -(-self.spec.num_slots // num) * num
     tokens = np.zeros([rows, bucket], np.int32)
     table = np.zeros([rows, self.spec.pages_per_row], np.int32)
     lengths = np.ones([rows], np.int32)
-    starts, source = np.zeros([2, rows], np.int32)
+    starts, source, policy = np.zeros([3, rows], np.int32)
     for i, chunk in enumerate(chunks):
       tokens[i, : len(chunk.tokens)] = chunk.tokens
       table[i, : len(chunk.pages)] = chunk.pages
       lengths[i] = len(chunk.tokens)
       starts[i], source[i] = chunk.start, chunk.source
-    self.shapes.add(("prefill", f"{rows} x {bucket} tokens"))
+      policy[i] = chunk.policy
+    self.shapes.add(("prefill", f"{num} x {bucket} tokens"))
     return self._programs.prefill(
-      params, cache, tokens, lengths, starts, source, table
+      params,
+      cache,
+      len(chunks),
+      (tokens, lengths, starts, source, policy, table),
     )
 
   def insert_rows(
@@ -696,7 +772,7 @@ class PolicyEngine(jetstream_compat.Engine):
     """Row rows[i] of `hidden` goes to slots[i] with requests[i].
 
     Args:
-      hidden: [R, D], of `prefill_rows`.
+      hidden: [S, D], of `prefill_rows`.
       rows: n of them.
       slots: n of them.
       copies: n pairs (from page, to page), of a page that is shared up to the
@@ -732,7 +808,7 @@ class PolicyEngine(jetstream_compat.Engine):
       tables: of each slot its pages, with room for the tokens that it may
         still get in this run; of a slot that is not live, none.
       live: [S] bool.
-      leave_when_free: return as soon as a slot ends.
+      leave_when_free: return as soon as an eighth of the slots has ended.
     """
     self.state, out = self._run(
       self.params,
@@ -756,13 +832,19 @@ class PolicyEngine(jetstream_compat.Engine):
     self.shapes.add(
       ("generate", f"{self.spec.num_slots} slots on {len(ids)} pages")
     )
-    taken = self._programs.take(state.cache, state.slots, ids, pages.table)
+    room, self._taken = self._taken, None
+    if self._taken_pages != len(ids):
+      room, self._taken_pages = None, len(ids)
+    taken = self._programs.take(
+      room, state.cache, state.slots, ids, pages.table
+    )
     taken, slots, out = self._programs.generate(
       params, taken, state.slots, pages, live, num_steps, leave
     )
     cache = self._programs.give(
       state.cache, taken, slots.length, out.valid, ids, pages.table
     )
+    self._taken = taken
     return DecodeState(cache, slots), out
 
   def _in_a_row(
@@ -871,6 +953,7 @@ class PolicyEngine(jetstream_compat.Engine):
       top_k=np.array([ask.top_k], np.int32),
       top_p=np.array([ask.top_p], np.float32),
       stops=np.full([1, MAX_STOPS], -1, np.int32),
+      policy=np.zeros([1], np.int32),
     )
     return self._insert(
       state,
@@ -937,13 +1020,13 @@ class PolicyEngine(jetstream_compat.Engine):
 
 
 def _first_pages(spec: Spec) -> int:
-  """All of a pool that is small, or that a kernel was compiled for; of a large
-  one an eighth, and it grows."""
+  """All of a pool that is small, or that a kernel was compiled for; a large one
+  begins with one sequence, and grows."""
   cache = jax.eval_shape(functools.partial(_pool, spec, 1))
   page = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
   if spec.fused or page * spec.max_pages <= _SMALL_POOL:
     return spec.max_pages
-  return max(_SMALL_POOL // page, spec.max_pages // 8, spec.pages_per_row + 1)
+  return min(max(_SMALL_POOL // page, spec.pages_per_row + 3), spec.max_pages)
 
 
 _SMALL_POOL = 64 << 20  # bytes

@@ -1,7 +1,13 @@
 """The jitted score and train step of one backbone.
 
     score       batch -> log-probs by token
-    train_step  (state, batch, advantages, denominator) -> (state, metrics)
+    train_step  (state, base, data, denominators) -> (state, output)
+
+What is trained is all of the decoder's weights, or the adapters of K policies
+on weights that stay: these are `base`, which is None in the first case. An
+update is of all K at once; their gradients, clips, moments, step counts and
+what an update says of itself are each policy's own, and one whose gradient is
+not finite stays as it was (rule 11), as does one that is not `live`.
 
 A batch has a leading dim of micro-batches, [M, b, T]. One program adds up the
 gradients of the first `num_micro` of them, in a loop with a dynamic number of
@@ -15,6 +21,7 @@ optimizer state by `sharding.py`. The programs are built once per `Spec`.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +30,8 @@ import optax
 from jax.sharding import Mesh
 
 from drmas_jax import config as config_lib
-from drmas_jax import logprobs, losses, sharding
-from drmas_jax.models import transformer
+from drmas_jax import logprobs, losses, optimizers, sharding
+from drmas_jax.models import adapters, transformer
 from drmas_jax.types import Batch, TrainState
 
 
@@ -39,6 +46,8 @@ class Spec:
     num_agents: agents of the run, for sums by agent.
     vocab_size: real tokens.
     head_chunk: tokens whose logits exist at a time; 0 for all.
+    adapter: of each policy; None: all weights are trained.
+    num_policies: K; 1 without adapters.
   """
 
   model: transformer.DecoderConfig
@@ -48,6 +57,8 @@ class Spec:
   num_agents: int
   vocab_size: int
   head_chunk: int = 0
+  adapter: config_lib.Adapter | None = None
+  num_policies: int = 1
 
 
 class AgentSums(NamedTuple):
@@ -56,6 +67,8 @@ class AgentSums(NamedTuple):
   `log_ratio_abs` and `_max` compare the learner's log-probs, before the
   update, with the sampler's: |difference|, summed and at most. `importance` is
   the sum of the importance weights, `importance_cut` counts those at the bound.
+  `kl` is the sum of the estimates of the distance to the reference policy; None
+  without one.
   """
 
   tokens: Any
@@ -65,10 +78,11 @@ class AgentSums(NamedTuple):
   importance_cut: Any
   log_ratio_abs: Any
   log_ratio_max: Any
+  kl: Any
 
 
 class StepOutput(NamedTuple):
-  """What one update says of itself.
+  """What one update says of itself; [K] each but `sums`.
 
   Attributes:
     loss: as minimised.
@@ -92,66 +106,124 @@ class Programs(NamedTuple):
   agent_norms: Any
 
 
-def make_optimizer(
-  config: config_lib.Optimizer,
-) -> optax.GradientTransformation:
-  """Clip by the global norm, then AdamW on the schedule."""
-  return optax.chain(
-    optax.clip_by_global_norm(config.clip_norm),
-    optax.adamw(
-      make_schedule(config),
-      b1=config.b1,
-      b2=config.b2,
-      eps=config.eps,
-      weight_decay=config.weight_decay,
-    ),
-  )
+def trainable_shapes(spec: Spec) -> Any:
+  """What is trained, as ShapeDtypeStructs."""
+  shapes = transformer.param_shapes(spec.model)
+  if spec.adapter is None:
+    return shapes
+  return adapters.shapes(shapes["layers"], spec.adapter, spec.num_policies)
 
 
-def make_schedule(config: config_lib.Optimizer) -> optax.Schedule:
-  """Linear rise, then constant or a fall over `decay_steps`."""
-  peak, final = config.learning_rate, config.final_fraction
-  after = {
-    "constant": optax.constant_schedule(peak),
-    "cosine": optax.cosine_decay_schedule(peak, config.decay_steps, final),
-    "linear": optax.linear_schedule(peak, peak * final, config.decay_steps),
-  }[config.schedule]
-  if not config.warmup_steps:
-    return after
-  # The first update has rate peak / warmup_steps, not 0.
-  rise = optax.linear_schedule(
-    peak / config.warmup_steps, peak, config.warmup_steps - 1
+def trainable_axes(spec: Spec) -> Any:
+  """The same as tuples of logical axes."""
+  axes = transformer.param_axes(spec.model)
+  if spec.adapter is None:
+    return axes
+  return adapters.axes(axes["layers"], spec.adapter)
+
+
+def trainable_shardings(spec: Spec) -> Any:
+  return sharding.shardings(
+    trainable_axes(spec), trainable_shapes(spec), spec.mesh
   )
-  return optax.join_schedules([rise, after], [config.warmup_steps])
 
 
 def state_shapes(spec: Spec) -> TrainState:
   """The state as ShapeDtypeStructs."""
-  shapes = transformer.param_shapes(spec.model)
-  return jax.eval_shape(functools.partial(_init, spec), shapes)
+  return jax.eval_shape(functools.partial(_init, spec), trainable_shapes(spec))
 
 
 def state_shardings(spec: Spec) -> TrainState:
   """Optimizer moments are laid out as the parameters they belong to."""
-  shapes = transformer.param_shapes(spec.model)
-  params = sharding.shardings(
-    transformer.param_axes(spec.model), shapes, spec.mesh
-  )
-  tx = make_optimizer(spec.optimizer)
+  params = trainable_shardings(spec)
   whole = sharding.replicated(spec.mesh)
-  opt_state = optax.tree_map_params(
-    tx,
-    lambda _, s: s,
-    jax.eval_shape(tx.init, shapes),
-    params,
-    transform_non_params=lambda _: whole,
+  opt_state = optimizers.state_shardings(
+    spec.optimizer, trainable_axes(spec), trainable_shapes(spec), spec.mesh
   )
   return TrainState(whole, params, opt_state)
 
 
+def _stack(trees: Sequence[Any]) -> Any:
+  return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+
+def _optimizer(spec: Spec) -> optax.GradientTransformation:
+  """Of one policy."""
+  axes = trainable_axes(spec)
+  if spec.adapter is not None:
+    axes = jax.tree.map(lambda a: a[1:], axes, is_leaf=sharding.is_axes)
+  return optimizers.make_optimizer(spec.optimizer, axes)
+
+
 def _init(spec: Spec, params) -> TrainState:
-  tx = make_optimizer(spec.optimizer)
-  return TrainState(jnp.zeros([], jnp.int32), params, tx.init(params))
+  def start(params):
+    zero = jnp.zeros([], jnp.int32)
+    return TrainState(zero, params, _optimizer(spec).init(params))
+
+  return start(params) if spec.adapter is None else jax.vmap(start)(params)
+
+
+def policy_state(spec: Spec) -> tuple[TrainState, TrainState]:
+  """Shapes and shardings of the state of one policy."""
+  shapes, where = state_shapes(spec), state_shardings(spec)
+  if spec.adapter is None:
+    return shapes, where
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes
+  )
+  where = jax.tree.map(
+    lambda s: sharding.NamedSharding(
+      spec.mesh, sharding.PartitionSpec(*s.spec[1:])
+    ),
+    where,
+  )
+  return shapes, where
+
+
+def new_adapters(spec: Spec, keys: jax.Array) -> Any:
+  """Adapters to begin with, from a key for each policy [K]."""
+  init = jax.jit(
+    functools.partial(adapters.init, trainable_shapes(spec)),
+    out_shardings=trainable_shardings(spec),
+  )
+  return init(keys)
+
+
+def split(spec: Spec, state: TrainState) -> list[TrainState]:
+  """The state of each policy, of those of K adapters."""
+  program = _splitter(spec)
+  return [program(state, k) for k in range(spec.num_policies)]
+
+
+def split_adapters(spec: Spec, tree: Any) -> list[Any]:
+  """The same of adapters without a state."""
+  where = policy_state(spec)[1].params
+  program = jax.jit(_take, out_shardings=where)
+  return [program(tree, k) for k in range(spec.num_policies)]
+
+
+@functools.cache
+def _splitter(spec: Spec) -> Any:
+  return jax.jit(_take, out_shardings=policy_state(spec)[1])
+
+
+def _take(tree: Any, k: jax.Array) -> Any:
+  return jax.tree.map(lambda x: x[k], tree)
+
+
+def join(spec: Spec, states: Sequence[TrainState]) -> TrainState:
+  """What `split` took apart."""
+  return jax.jit(_stack, out_shardings=state_shardings(spec))(states)
+
+
+def join_adapters(spec: Spec, each: Sequence[Any]) -> Any:
+  """The same of adapters without a state."""
+  return jax.jit(_stack, out_shardings=trainable_shardings(spec))(each)
+
+
+def whole(base: Any, trainable: Any) -> transformer.Params:
+  """What `transformer.forward` takes: the decoder, with adapters or without."""
+  return trainable if base is None else base | {"adapters": trainable}
 
 
 def _shift(x: jax.Array) -> jax.Array:
@@ -187,15 +259,38 @@ def _logprobs(
     temperature[_shift(rows.agent_index)],
     vocab_size=spec.vocab_size,
     chunk=spec.head_chunk,
+    ways=spec.mesh.shape["tensor"],
     with_entropy=with_entropy,
   )
 
 
-def _loss(spec: Spec, params, rows: Batch, old, advantages, scale, temperature):
-  """sum(loss * weight) * scale, and sums by agent."""
+def row_logprobs(spec: Spec, params, rows: Batch, temperature) -> jax.Array:
+  """[b] log-prob of all that was sampled in each row [b, T]; `params` as
+  `whole` returns them."""
+  values, _ = _logprobs(spec, params, rows, temperature)
+  return jnp.sum(jnp.where(_shift(rows.mask) > 0, values, 0.0), axis=1)
+
+
+def _loss(
+  spec: Spec, trainable, base, rows: Batch, old, ref, advantages, scale, temp
+):
+  """Sum over the policies of sum(loss * weight) * scale; and of each policy
+  this and max |ratio - 1|, and sums by agent.
+
+  Args:
+    spec: of the learner.
+    trainable: the gradient's.
+    base: what is not trained, or None.
+    rows: of one micro-batch, [b, T].
+    old: [b, T] log-probs at sampling.
+    ref: [b, T] log-probs of the reference policy, or None.
+    advantages: [b, T].
+    scale: [K].
+    temp: temperature by agent.
+  """
   settings = spec.loss or config_lib.Loss()
   new, entropy = _logprobs(
-    spec, params, rows, temperature, settings.entropy_weight > 0
+    spec, whole(base, trainable), rows, temp, settings.entropy_weight > 0
   )
   shifted = _next(rows)
   weights, sampled = shifted.weights, shifted.mask > 0
@@ -219,18 +314,28 @@ def _loss(spec: Spec, params, rows: Batch, old, advantages, scale, temperature):
     kind=settings.importance,
     bound=settings.importance_bound,
   )
-  loss = out.loss * factor
+  loss = settings.reward_weight * out.loss
+  kl = None
+  if ref is not None:
+    kl = losses.KL[settings.kl](new, jnp.where(sampled, _shift(ref), 0.0))
+    loss += settings.kl_weight * kl
+  loss *= factor  # both are means over tokens that were drawn
   if settings.entropy_weight:
     loss -= settings.entropy_weight * entropy
-  loss = jnp.sum(jnp.where(weights > 0, loss * weights, 0.0)) * scale
-  sums, error = _agent_sums(
+  counted = weights > 0
+  own = jnp.arange(spec.num_policies)[:, None, None]
+  own = (own == rows.policy_index[:, None]) & counted  # [K, b, T]
+  by_policy = jnp.sum(jnp.where(own, loss * weights, 0.0), axis=(1, 2)) * scale
+  error = jnp.where(own, jnp.abs(out.ratio - 1), 0.0).max(axis=(1, 2))
+  sums = _agent_sums(
     spec,
-    jnp.where(weights > 0, shifted.agent_index, -1),
+    jnp.where(counted, shifted.agent_index, -1),
     out,
     (factor, cut),
     jnp.abs(new - shifted.sampler_logprobs),
+    kl,
   )
-  return loss, (sums, error)
+  return jnp.sum(by_policy), (by_policy, error, sums)
 
 
 def _token_loss(spec: Spec):
@@ -249,8 +354,8 @@ def _completions(turn_index: jax.Array, sampled: jax.Array) -> jax.Array:
   return jnp.where(sampled, place + 1, 0)
 
 
-def _agent_sums(spec: Spec, agent, out: losses.TokenLoss, importance, gap):
-  """Sums by agent, and max |ratio - 1|; `agent` is -1 for what is left out."""
+def _agent_sums(spec: Spec, agent, out: losses.TokenLoss, importance, gap, kl):
+  """Sums by agent; `agent` is -1 for what is left out."""
 
   def total(x):
     return jnp.stack(
@@ -258,7 +363,7 @@ def _agent_sums(spec: Spec, agent, out: losses.TokenLoss, importance, gap):
     )
 
   factor, cut = importance
-  sums = AgentSums(
+  return AgentSums(
     tokens=total(1.0),
     clipped=total(out.clipped),
     dual_clipped=total(out.dual_clipped),
@@ -268,8 +373,8 @@ def _agent_sums(spec: Spec, agent, out: losses.TokenLoss, importance, gap):
     log_ratio_max=jnp.stack(
       [jnp.max(jnp.where(agent == k, gap, 0.0)) for k in range(spec.num_agents)]
     ),
+    kl=None if kl is None else total(kl),
   )
-  return sums, jnp.max(jnp.where(agent >= 0, jnp.abs(out.ratio - 1), 0.0))
 
 
 def _micro(tree, i):
@@ -278,95 +383,107 @@ def _micro(tree, i):
   )
 
 
-def _gradients(spec, params, batch, old, advantages, scale, num_micro, temp):
-  """Sums over the first num_micro micro-batches: gradients, loss, metrics."""
+def _gradients(spec, trainable, base, data, scale, num_micro, temperature):
+  """Sums over the first num_micro micro-batches of `data`, which is a batch,
+  old and reference log-probs and advantages: gradients, loss and error by
+  policy, sums by agent."""
   value_and_grad = jax.value_and_grad(
     functools.partial(_loss, spec), has_aux=True
   )
 
   def body(i, carry):
-    grads, loss, sums, error = carry
-    rows, olds, advs = _micro((batch, old, advantages), i)
-    (value, (more, err)), new = value_and_grad(
-      params, rows, olds, advs, scale, temp
+    grads, loss, error, sums = carry
+    (_, (value, err, more)), new = value_and_grad(
+      trainable, base, *_micro(data, i), scale, temperature
     )
     top = jnp.maximum(sums.log_ratio_max, more.log_ratio_max)
     sums = jax.tree.map(jnp.add, sums, more)._replace(log_ratio_max=top)
     grads = jax.tree.map(jnp.add, grads, new)
-    return grads, loss + value, sums, jnp.maximum(error, err)
+    return grads, loss + value, jnp.maximum(error, err), sums
 
   zeros = jnp.zeros([spec.num_agents], jnp.float32)
+  sums = AgentSums(*(zeros for _ in AgentSums._fields))
+  if data[2] is None:
+    sums = sums._replace(kl=None)
+  none = jnp.zeros([spec.num_policies], jnp.float32)
   start = (
-    jax.tree.map(jnp.zeros_like, params),
-    jnp.zeros([], jnp.float32),
-    AgentSums(*(zeros for _ in AgentSums._fields)),
-    jnp.zeros([], jnp.float32),
+    jax.tree.map(jnp.zeros_like, trainable),
+    none,
+    none,
+    sums,
   )
   return jax.lax.fori_loop(0, num_micro, body, start)
 
 
-def _train_step(
-  spec, state, batch, old, advantages, denominator, num_micro, temperature
-):
-  grads, loss, sums, error = _gradients(
-    spec,
-    state.params,
-    batch,
-    old,
-    advantages,
-    1.0 / denominator,
-    num_micro,
-    temperature,
-  )
+def _apply(spec: Spec, state: TrainState, grads, live):
+  """One policy's update: its state, the gradient's norm, whether it is finite.
+
+  What is not `live`, or not finite, stays as it was.
+  """
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm)
-  tx = make_optimizer(spec.optimizer)
-  updates, opt_state = tx.update(grads, state.opt_state, state.params)
-  updated = TrainState(
-    state.step + 1, optax.apply_updates(state.params, updates), opt_state
+  live &= finite
+  updates, opt_state = _optimizer(spec).update(
+    grads, state.opt_state, state.params, live=live
   )
-  state = jax.tree.map(
-    lambda new, old: jnp.where(finite, new, old), updated, state
+  params = jax.tree.map(
+    lambda p, u: jnp.where(live, p + u, p), state.params, updates
   )
+  return TrainState(state.step + live, params, opt_state), norm, finite
+
+
+def _train_step(spec, state, base, data, denominators, live, num_micro, temp):
+  """One update.
+
+  Args:
+    spec: of the learner.
+    state: donated.
+    base: what is not trained, or None.
+    data: (batch [M, b, T], old log-probs, those of the reference policy or
+      None, advantages by token).
+    denominators: [K] of the losses; one of a policy without rows is not 0.
+    live: [K] which policies are updated.
+    num_micro: micro-batches with rows.
+    temp: temperature by agent.
+  """
+  grads, loss, error, sums = _gradients(
+    spec, state.params, base, data, 1.0 / denominators, num_micro, temp
+  )
+  apply = functools.partial(_apply, spec)
+  if spec.adapter is None:
+    state, *said = apply(state, grads, live[0])
+    norm, finite = (x[None] for x in said)
+  else:
+    state, norm, finite = jax.vmap(apply)(state, grads, live)
   return state, StepOutput(loss, norm, finite, error, sums)
 
 
 def _agent_norms(
-  spec,
-  params,
-  batch,
-  old,
-  advantages,
-  denominator,
-  num_micro,
-  temperature,
-  indices,
+  spec, trainable, base, data, denominators, num_micro, temp, indices, owners
 ):
-  """Norms of the gradient over the own rows of each agent in `indices` [K].
+  """Norms of the gradient over the own rows of each agent in `indices`, whose
+  policies are the `owners`.
 
   The loss's denominator stays the update's, so that the agents' gradients add
   up to the update's.
   """
+  batch, *rest = data
 
-  def norm(agent):
+  def norm(agent, owner):
     own = batch._replace(weights=batch.weights * (batch.agent_index == agent))
     grads, *_ = _gradients(
-      spec,
-      params,
-      own,
-      old,
-      advantages,
-      1.0 / denominator,
-      num_micro,
-      temperature,
+      spec, trainable, base, (own, *rest), 1.0 / denominators, num_micro, temp
     )
+    if spec.adapter is not None:  # nothing of another policy's rows
+      grads = jax.tree.map(lambda g: g[owner], grads)
     return optax.tree.norm(grads)
 
-  return jax.lax.map(norm, indices)
+  return jax.lax.map(lambda pair: norm(*pair), (indices, owners))
 
 
 def _score(spec, params, batch, num_micro, temperature):
-  """[M, b, T] log-probs of the tokens themselves, 0 where none was sampled."""
+  """[M, b, T] log-probs of the tokens themselves, 0 where none was sampled;
+  `params` as `whole` returns them."""
 
   def body(i, out):
     rows = _micro(batch, i)

@@ -204,6 +204,69 @@ def _totals(
   return jax.vmap(row)(x, completions)
 
 
+def k1(
+  logprobs: Float[Array, "..."], ref_logprobs: Float[Array, "..."]
+) -> Float[Array, "..."]:
+  """The log-ratio, whose mean is the distance.
+
+      d = logprobs - ref_logprobs;  value d, slope 1
+
+  Without bias as a number. As a term of the loss it teaches nothing: over the
+  policy's own samples the mean of grad logprobs is 0.
+
+  Source: Schulman 2020, "Approximating KL divergence"; k2 and k3 too.
+  """
+  return logprobs - ref_logprobs
+
+
+def k2(
+  logprobs: Float[Array, "..."], ref_logprobs: Float[Array, "..."]
+) -> Float[Array, "..."]:
+  """Half the squared log-ratio.
+
+      value d^2 / 2, slope d
+
+  The mean of its gradient over the policy's own samples is, token by token
+  given those before, that of KL(policy | reference): the one to distill with.
+
+  Source: as `k1`; for the gradient Tang and Munos 2025 (arXiv 2506.09477).
+  """
+  return 0.5 * jnp.square(logprobs - ref_logprobs)
+
+
+def k3(
+  logprobs: Float[Array, "..."], ref_logprobs: Float[Array, "..."]
+) -> Float[Array, "..."]:
+  """The log-ratio with a control variate, which makes it positive.
+
+      value exp(-d) - 1 + d, slope 1 - exp(-d)
+
+  Without bias as a number, and steadier than `k1`. The mean of its gradient
+  over the policy's own samples is, token by token, that of
+  KL(reference | policy). -d is cut at 20, beyond which the slope is 0.
+
+  Source: as `k1`; Shao et al. 2024 (GRPO, arXiv 2402.03300) equation 4.
+  """
+  below = jnp.minimum(ref_logprobs - logprobs, _MAX_LOG_RATIO)
+  return jnp.expm1(below) - below
+
+
+def k3_capped(
+  logprobs: Float[Array, "..."], ref_logprobs: Float[Array, "..."]
+) -> Float[Array, "..."]:
+  """`k3` cut at 10, as in DrMAS's code: no slope from d = -2.6 down, where the
+  policy is furthest from its reference."""
+  return jnp.minimum(k3(logprobs, ref_logprobs), 10.0)
+
+
+def absolute(
+  logprobs: Float[Array, "..."], ref_logprobs: Float[Array, "..."]
+) -> Float[Array, "..."]:
+  """The size of the log-ratio: value |d|, slope sign(d), and 0 at d = 0."""
+  difference = logprobs - ref_logprobs
+  return difference * jnp.sign(difference)  # the slope of jnp.abs at 0 is 1
+
+
 def importance_weights(
   log_ratio: Float[Array, "B T"],
   completions: Int[Array, "B T"],
@@ -288,4 +351,14 @@ LOSSES: Mapping[str, Callable[..., TokenLoss]] = {
   "clipped": clipped,
   "gspo": gspo,
   "cispo": cispo,
+}
+
+# What `config.Loss.kl` may say: estimates by token of the distance from the
+# policy to its reference, of which the gradient is taken as they stand.
+KL: Mapping[str, Callable[..., jax.Array]] = {
+  "k1": k1,
+  "k2": k2,
+  "k3": k3,
+  "k3_capped": k3_capped,
+  "abs": absolute,
 }

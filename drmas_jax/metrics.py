@@ -12,7 +12,7 @@ episodes where one did, and any such episode makes a run non-deterministic.
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,8 @@ def rollout(
   """All that a step's episodes say, before any update.
 
   Args:
-    groups: of one step.
-    rows: their scored turns, from `rewards.row_scores`.
+    groups: that were played in one step.
+    rows: scored turns, from `rewards.row_scores`, of those that are trained on.
     agents: the sorted names.
     sources: keys of the data sets, where several are mixed.
   """
@@ -141,25 +141,75 @@ def moments(rows: rewards.Rows, agent: int) -> dict[str, float]:
 
   Means over groups: of `mu` and `sigma` (mu_k, sigma_k) over the `groups_in`,
   those with a row of the agent, of `kappa` over those among them whose sigma
-  is above
-  rule 5's tolerance, 1e-5 * max(1, max|episode score|): `kappa_groups` of them.
+  is above rule 5's tolerance, 1e-5 * max(1, max|episode score|), of which there
+  are `kappa_groups`. `kappa_max` is their largest: at most episodes - 1 of the
+  group, where turns score as their episodes do (Samuelson's inequality).
 
   Source: arXiv 2602.08847, lemma 4.2.
   """
-  means, deviations, kappas = [], [], []
+  means, deviations = [], []
   for g in np.unique(rows.group[rows.agent == agent]):
-    here = rows.group == g
-    scores = rows.scores[here].astype(np.float64)
-    own = scores[rows.agent[here] == agent]
-    means.append(own.mean())
-    deviations.append(own.std())
-    team = _means_by(scores, rows.episode[here])
-    if team.std() > _ZERO * max(1.0, np.abs(team).max()):
-      square = own.var() + (own.mean() - team.mean()) ** 2
-      kappas.append(square / team.var())
+    own = rows.scores[(rows.group == g) & (rows.agent == agent)]
+    means.append(own.mean(dtype=np.float64))
+    deviations.append(own.std(dtype=np.float64))
+  kappas = [squares.mean() for _, squares in _inflation(rows, agent)]
   found = {"groups_in": len(means), "kappa_groups": len(kappas)}
+  found |= {"kappa_max": max(kappas)} if kappas else {}
   found |= _mean("mu", means) | _mean("sigma", deviations)
   return _floats(found | _mean("kappa", kappas))
+
+
+def overlong(
+  rows: rewards.Rows, costs: Mapping[str, rewards.Overlong]
+) -> dict[str, float]:
+  """What turns lost of their scores by their length, on average."""
+  found = {}
+  for agent, overlong in costs.items():
+    lost = [overlong.cost(t) for t in rows.turns if t.agent == agent]
+    found |= _mean(f"overlong_penalty/{agent}", lost)
+  return _floats(found)
+
+
+def score_norms(
+  rows: rewards.Rows, squares: np.ndarray, agent: int
+) -> dict[str, float]:
+  """Both sides of Dr. MAS's lemma 4.2 for one agent, means over groups.
+
+      E|g|^2 = E|z|^2 kappa_k + Delta_k,   g = (s - mu) / sigma z
+      Delta_k = Cov(|z|^2, (s - mu)^2 / sigma^2)
+
+  over the agent's rows in a group, with the statistics of `moments` and over
+  its `kappa_groups`: `score_norm` is E|z|^2, `inflated` E|z|^2 kappa_k, and
+  with `delta` added to it the mean square of the terms of GRPO's gradient (but
+  for the sample's deviation, and for turns that score other than their
+  episode).
+
+  Args:
+    rows: of the step.
+    squares: [N] |z|^2 of each row's score vector (`scores`).
+    agent: its index.
+  """
+  norms, inflated, deltas = [], [], []
+  for places, terms in _inflation(rows, agent):
+    own = squares[places].astype(np.float64)
+    norms.append(own.mean())
+    inflated.append(own.mean() * terms.mean())
+    deltas.append((own * terms).mean() - inflated[-1])
+  found = _mean("score_norm", norms) | _mean("inflated", inflated)
+  return _floats(found | _mean("delta", deltas))
+
+
+def _inflation(
+  rows: rewards.Rows, agent: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+  """Of each group with a row of the agent and a sigma: the places of these
+  rows, and (s - mu)^2 / sigma^2 of each."""
+  for g in np.unique(rows.group[rows.agent == agent]):
+    here = rows.group == g
+    team = _means_by(rows.scores[here].astype(np.float64), rows.episode[here])
+    if team.std() > _ZERO * max(1.0, np.abs(team).max()):
+      places = np.flatnonzero(here & (rows.agent == agent))
+      yield places, (rows.scores[places] - team.mean()) ** 2 / team.var()
 
 
 def baselines(
@@ -176,39 +226,64 @@ def baselines(
 
 
 def update(
-  output: Any, norms: np.ndarray | None, policy: str, agents: Mapping[str, int]
+  updates: Sequence[Any], agents: Mapping[str, Mapping[str, int]]
 ) -> dict[str, float]:
-  """What one update says, by policy and by agent.
+  """What a step's updates of one backbone say, by policy and by agent.
+
+  Means over the updates of a policy that were not skipped; `ratio_error`, and
+  how far the sampler is off (`logprob_gap`), are of the first: those behind it
+  are of weights that have moved.
 
   Args:
-    output: a `learner.StepOutput`, fetched.
-    norms: gradient norms of `agents`, in their order, where they were taken.
-    policy: its name.
-    agents: of the policy, by name their index in the output's sums.
+    updates: `backbone.Update`s in order, fetched.
+    agents: by policy, the K of the learner first, and by agent, its index in
+      the sums.
   """
-  if not output.finite:  # skipped, and counted (rules 11 and 12)
-    return {}
-  found = {
-    f"grad_norm/{policy}": output.grad_norm,
-    f"loss/{policy}": output.loss,
-    f"ratio_error/{policy}": output.ratio_error,
-  }
-  if norms is None and len(agents) == 1:
-    norms = [output.grad_norm]
-  for i, (agent, k) in enumerate(agents.items()):
-    if norms is not None:
-      found[f"grad_norm/{policy}/{agent}"] = norms[i]
-    tokens = output.sums.tokens[k]
-    if tokens:
-      found |= {
-        f"clip_fraction/{agent}": output.sums.clipped[k] / tokens,
-        f"dual_clip_fraction/{agent}": output.sums.dual_clipped[k] / tokens,
-        f"importance/{agent}": output.sums.importance[k] / tokens,
-        f"importance_cut/{agent}": output.sums.importance_cut[k] / tokens,
-        f"logprob_gap/{agent}": output.sums.log_ratio_abs[k] / tokens,
-        f"logprob_gap_max/{agent}": output.sums.log_ratio_max[k],
-      }
+  found: dict[str, Any] = {}
+  index = [a for names in agents.values() for a in names]
+  for k, (policy, names) in enumerate(agents.items()):
+    if not updates or k >= len(updates[0].live):  # a frozen one
+      break
+    # Others are skipped, and counted (rules 11 and 12).
+    done = [u for u in updates if u.live[k] and u.output.finite[k]]
+    if not done:
+      continue
+    first, norms = done[0].output, done[0].norms
+    found |= {
+      f"grad_norm/{policy}": np.mean([u.output.grad_norm[k] for u in done]),
+      f"loss/{policy}": np.mean([u.output.loss[k] for u in done]),
+      f"ratio_error/{policy}": first.ratio_error[k],
+    }
+    for agent, i in names.items():
+      if norms is not None:
+        found[f"grad_norm/{policy}/{agent}"] = norms[index.index(agent)]
+      elif len(names) == 1:
+        found[f"grad_norm/{policy}/{agent}"] = found[f"grad_norm/{policy}"]
+      found |= _by_agent(agent, i, first.sums, [u.output.sums for u in done])
   return _floats(found)
+
+
+def _by_agent(
+  agent: str, index: int, first: Any, each: Sequence[Any]
+) -> dict[str, Any]:
+  """Shares of the tokens in the loss, and means over them."""
+  tokens = sum(sums.tokens[index] for sums in each)
+  found = {}
+  for name, field in (
+    ("clip_fraction", "clipped"),
+    ("dual_clip_fraction", "dual_clipped"),
+    ("importance", "importance"),
+    ("importance_cut", "importance_cut"),
+    ("kl", "kl"),
+  ):
+    if tokens and getattr(first, field) is not None:
+      total = sum(getattr(sums, field)[index] for sums in each)
+      found[f"{name}/{agent}"] = total / tokens
+  if first.tokens[index]:
+    gap = first.log_ratio_abs[index] / first.tokens[index]
+    found[f"logprob_gap/{agent}"] = gap
+    found[f"logprob_gap_max/{agent}"] = first.log_ratio_max[index]
+  return found
 
 
 def sampling(before: Any, after: Any, policy: str) -> dict[str, float]:
@@ -238,11 +313,13 @@ def sampling(before: Any, after: Any, policy: str) -> dict[str, float]:
 _SUMMED = (
   *("turns", "tokens", "turn_faults", "episodes", "wall_clock_faults"),
   *("kappa_groups", "singleton_groups", "zero_variance_groups", "rollout"),
-  *("groups_in", "prompt_cut", "chat_splits"),
+  *("groups_in", "prompt_cut", "chat_splits", "resample_dropped"),
   *("prompt_tokens", "prefilled_tokens", "slot_steps", "parked", "spilled"),
 )
+_GREATEST = ("ratio_error", "time", "resample_rounds")
 _MEAN_OVER = {
-  **{"kappa": "kappa_groups", "mu": "groups_in", "sigma": "groups_in"},
+  **dict.fromkeys(("kappa", "score", "inflated", "delta"), "kappa_groups"),
+  **{"mu": "groups_in", "sigma": "groups_in"},
   **{"reward": "episodes_in", "part": "episodes_in", "entropy": "tokens"},
   **{"prefix": "prompt_tokens", "slot": "slot_steps"},
 }  # what an agent's mean is over, where that is not its turns
@@ -263,7 +340,7 @@ def merge(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     values = [host[name] for host in having]
     if what.startswith(_SUMMED):
       merged[name] = sum(values)
-    elif what.endswith("_max") or what in ("ratio_error", "time"):
+    elif what.endswith("_max") or what in _GREATEST:
       merged[name] = max(values)
     else:
       weights = [_weight(what, whose, host) for host in having]

@@ -4,13 +4,14 @@
 bytes), so that what cannot run is refused before any device work, and then
 names the devices. A strategy is one function of the table `STRATEGIES`.
 
-    policy    devices of every host     train mesh        rollout meshes
+    backbone  devices of every host     train mesh        rollout meshes
     solver    0 1 2 3                   over all hosts    this host's 0 1, 2 3
     verifier  4 5 6 7                   over all hosts    this host's 4 5, 6 7
 
 An engine is one host's: hosts generate independently and train together. A
-policy may have several engines on a host, each on a mesh of its own, whose
-devices split weights and kv heads and not slots.
+backbone (a policy, or several on one set of weights) may have several engines
+on a host, each on a mesh of its own, whose devices split weights and kv heads
+and not slots.
 """
 
 import dataclasses
@@ -27,13 +28,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from drmas_jax import batching, engine, hosts, optimizers, sharding
 from drmas_jax import config as config_lib
-from drmas_jax import hosts, sharding
 from drmas_jax.config import Config, ConfigError
-from drmas_jax.models import transformer
+from drmas_jax.models import adapters, attention, transformer
 from drmas_jax.models.transformer import DecoderConfig
 
 _GB = 10**9
+_SAMPLING = 6  # float32 arrays [slots, V] that a decode step has beside logits
 
 Shape = tuple[int, int, int]  # of a mesh: data, fsdp, tensor
 
@@ -69,7 +71,7 @@ class Plan:
   """Where everything is.
 
   Attributes:
-    slices: by policy.
+    slices: by backbone (`Config.backbones`).
     layouts: the same in numbers.
     memory: bytes by phase and local device, see `memory`.
   """
@@ -83,8 +85,16 @@ def plan(
   config: Config,
   models: Mapping[str, DecoderConfig],
   devices: Sequence[jax.Device] | None = None,
+  *,
+  train: bool = True,
 ) -> Plan:
-  """Lays the policies out on devices (default: all of all hosts).
+  """Lays the backbones out on devices (default: all of all hosts).
+
+  Args:
+    config: of the run.
+    models: sizes by policy.
+    devices: of all hosts.
+    train: False plans no learner.
 
   Raises:
     ConfigError: it cannot be laid out, or does not fit the memory.
@@ -101,8 +111,9 @@ def plan(
   grid = [by_host[h] for h in sorted(by_host)]
   here = by_host[jax.process_index()]
   layouts = lay_out(config, len(grid), len(here))
+  _check_host_memory(config, here[0])
   needs = check_fits(
-    config, models, len(grid), len(here), device_memory(config, here)
+    config, models, len(grid), len(here), device_memory(config, here), train
   )
   slices = {
     name: Slice(
@@ -117,13 +128,26 @@ def plan(
   return Plan(slices, layouts, needs)
 
 
+def _check_host_memory(config: Config, device: jax.Device) -> None:
+  kinds = [memory.kind for memory in device.addressable_memories()]
+  faults = [
+    f"policies.{name}.optimizer.offload: True needs a memory of kind "
+    f"{optimizers.HOST!r}, and {device.device_kind} has {', '.join(kinds)}; "
+    "allowed is False; write that"
+    for name in config.trained
+    if config.policies[name].optimizer.offload and optimizers.HOST not in kinds
+  ]
+  if faults:
+    raise ConfigError("\n".join(faults))
+
+
 def _mesh(devices: Sequence[jax.Device], shape: Shape) -> Mesh:
   """Host by host along the slowest axis, so that fsdp and tensor stay within
   a host where their sizes allow it."""
   return Mesh(np.array(devices).reshape(shape), sharding.AXES)
 
 
-# -- strategies: (config, hosts, devices of one) -> policy -> local devices ----
+# -- strategies: (config, hosts, devices of one) -> backbone -> local devices --
 
 
 def _shared(
@@ -136,7 +160,7 @@ def _shared(
       "placement.strategy='shared' gives every policy all devices; remove it, "
       "or set the strategy to 'split' or 'columns'"
     )
-  return dict.fromkeys(sorted(config.policies), tuple(range(num_local)))
+  return dict.fromkeys(config.backbones, tuple(range(num_local)))
 
 
 def _split(
@@ -155,7 +179,8 @@ def _columns(
 ) -> dict[str, tuple[int, ...]]:
   del num_hosts
   shares = {
-    n: config.placement.shares.get(n, 1) for n in sorted(config.policies)
+    name: max(config.placement.shares.get(n, 1) for n in policies)
+    for name, policies in config.backbones.items()
   }
   total = sum(shares.values())
   if min(shares.values()) < 1 or num_local % total:
@@ -185,7 +210,7 @@ STRATEGIES: dict[str, Strategy] = {
 def lay_out(
   config: Config, num_hosts: int, num_local: int
 ) -> dict[str, Layout]:
-  """Every policy's slice, for hosts of `num_local` devices each.
+  """Every backbone's slice, for hosts of `num_local` devices each.
 
   Raises:
     ConfigError: every fault, one line each.
@@ -203,8 +228,6 @@ def lay_out(
       layouts[name] = _layout(config.placement, name, local, num_hosts)
     except ConfigError as e:
       faults.append(str(e))
-    else:
-      faults += _check_rows(name, config.policies[name], layouts[name])
   if faults:
     raise ConfigError("\n".join(faults))
   return layouts
@@ -259,21 +282,6 @@ def _shape(key: str, mesh: config_lib.Mesh, name: str, num: int) -> Shape:
   return sizes["data"], sizes["fsdp"], sizes["tensor"]
 
 
-def _check_rows(
-  name: str, policy: config_lib.Policy, layout: Layout
-) -> list[str]:
-  """The rows of a micro-batch must divide among the devices that hold them."""
-  num, shape = policy.micro_batch, layout.train_shape
-  ways = shape[0] * shape[1]
-  if policy.frozen or num % ways == 0:
-    return []
-  return [
-    f"policies.{name}.micro_batch: {num} rows cannot be laid on a mesh of "
-    f"data={shape[0]} x fsdp={shape[1]}; allowed are multiples of {ways}; "
-    f"set it to {ways * -(-num // ways)}, or use fewer devices"
-  ]
-
-
 def pool(sizes: config_lib.Engine) -> tuple[int, int]:
   """(most pages of an engine's cache, tokens of a page).
 
@@ -287,6 +295,11 @@ def pool(sizes: config_lib.Engine) -> tuple[int, int]:
   return 3 + num, size
 
 
+def prefill_rows(sizes: config_lib.Engine) -> int:
+  """Most prompts that an engine prefills together."""
+  return sizes.prefill_rows or (1 if jax.default_backend() == "cpu" else 16)
+
+
 # -- bytes ---------------------------------------------------------------------
 
 
@@ -295,12 +308,15 @@ class Bytes:
   """What one backbone puts on each of its devices.
 
   Attributes:
-    state: parameters, and two moments of a trained policy, in float32.
-    update: the gradient's sum and one micro-batch's gradient, in float32, and
-      the activations of that micro-batch.
+    state: parameters in float32, and the optimizer's state of a trained policy,
+      where it does not lie in the host's memory.
+    update: the gradient's sum and one micro-batch's gradient, in float32, the
+      activations of that micro-batch, and what an optimizer's state in the
+      host's memory takes while it visits.
     score: activations of scoring a micro-batch again; 0 if it never does.
-    engine: of one engine: weights, cache at its largest, twice where decoding
-      works on a copy, and the activations of a prefill.
+    engine: of one engine: weights, cache at its largest, where decoding works
+      on a copy of pages also all of these, and the activations of a prefill or
+      of sampling.
   """
 
   state: int
@@ -310,24 +326,77 @@ class Bytes:
 
 
 def measure(
-  policy: config_lib.Policy, model: DecoderConfig, layout: Layout
+  policies: Sequence[config_lib.Policy],
+  model: DecoderConfig,
+  layout: Layout,
+  *,
+  train: bool = True,
 ) -> Bytes:
   """Exact for arrays, by the very shapes and axes that lay them out;
-  activations are estimated."""
-  train = AbstractMesh(layout.train_shape, sharding.AXES)
+  activations are estimated.
+
+  Args:
+    policies: of a backbone; those with adapters come first.
+    model: sizes.
+    layout: the backbone's slice.
+    train: whether there is a learner.
+  """
+  policy = policies[0]
+  mesh = AbstractMesh(layout.train_shape, sharding.AXES)
   shapes, axes = transformer.param_shapes(model), transformer.param_axes(model)
-  params = tree_bytes(shapes, axes, train, np.float32)
-  length = max((*policy.row_buckets, policy.engine.max_length))
-  rows = policy.micro_batch // math.prod(layout.train_shape[:2])
-  run = functools.partial(activation_bytes, model, rows, length, train.shape)
-  scores = not policy.frozen and policy.old_logprobs == "learner"
+  frozen = not train or policy.frozen
+  run = functools.partial(_most_bytes, policy, model, layout.train_shape)
+  base, engine_bytes = 0, _engine_bytes(policy, model, layout)
+  own, own_axes = shapes, axes
+  if policy.adapter is not None:
+    num = sum(p.adapter is not None for p in policies)
+    base = tree_bytes(shapes, axes, mesh, policy.compute_dtype)
+    own = adapters.shapes(shapes["layers"], policy.adapter, num)
+    own_axes = adapters.axes(axes["layers"], policy.adapter)
+    if _one_copy(policy, layout):
+      engine_bytes -= base
+  params = tree_bytes(own, own_axes, mesh, np.float32)
+  rule = policy.optimizer
+  if jax.default_backend() == "cpu":  # whose memory is the host's
+    rule = dataclasses.replace(rule, offload=False)
+  stay, visit = optimizers.state_bytes(rule, own_axes, own, mesh)
+  scores = not frozen and policy.old_logprobs == "learner"
   return Bytes(
-    state=params if policy.frozen else 3 * params,
-    update=0
-    if policy.frozen
-    else 2 * params + run(policy.compute_dtype, policy.remat, grad=True),
-    score=run(policy.compute_dtype, policy.remat) if scores else 0,
-    engine=_engine_bytes(policy, model, layout),
+    state=base + (params if frozen else params + stay),
+    update=0 if frozen else visit + 2 * params + run(grad=True),
+    score=run(grad=False) if scores else 0,
+    engine=engine_bytes,
+  )
+
+
+def _one_copy(policy: config_lib.Policy, layout: Layout) -> bool:
+  """Whether learner and engine read the same arrays below adapters."""
+  return (
+    policy.compute_dtype == policy.rollout_dtype
+    and layout.rollout == (layout.train,)
+    and layout.rollout_shape == layout.train_shape
+  )
+
+
+def _most_bytes(
+  policy: config_lib.Policy, model: DecoderConfig, shape: Shape, *, grad: bool
+) -> int:
+  """Of a micro-batch's activations, at the row length that takes the most."""
+  shards = math.prod(shape[:2])
+  mesh = AbstractMesh(shape, sharding.AXES).shape
+  return max(
+    activation_bytes(
+      model,
+      batching.micro_rows(policy.micro_tokens, length, shards) // shards,
+      length,
+      mesh,
+      policy.compute_dtype,
+      remat=policy.remat if grad else None,
+      kind=attention.resolve(
+        policy.attention, None, model.head_dim, policy.compute_dtype
+      ),
+    )
+    for length in batching.row_buckets(policy)
   )
 
 
@@ -340,12 +409,19 @@ def _engine_bytes(
     transformer.param_shapes(model), transformer.param_axes(model), mesh, dtype
   )
   _, page_size = pool(sizes)
-  copies = 1 if transformer.fused(model, page_size, None) else 2
+  cache = cache_bytes(policy, model, mesh)
+  if not transformer.fused(model, page_size, None):
+    # A copy for every slot, also of a page that many share.
+    most = dataclasses.replace(sizes, cache_tokens=0)
+    alone = dataclasses.replace(policy, engine=most)
+    cache += cache_bytes(alone, model, mesh)
   longest = (sizes.prefill_buckets or (sizes.max_length,))[-1]
+  rows = engine.rows_at_once(prefill_rows(sizes), longest)
   prefill = activation_bytes(
-    *(model, sizes.prefill_rows, longest, mesh.shape, dtype), page=page_size
+    *(model, rows, longest, mesh.shape, dtype), page=page_size
   )
-  return weights + copies * cache_bytes(policy, model, mesh) + prefill
+  sampling = _SAMPLING * sizes.num_slots * model.vocab_size * 4
+  return weights + cache + max(prefill, sampling)
 
 
 def cache_bytes(
@@ -384,22 +460,25 @@ def activation_bytes(
   length: int,
   mesh: Mapping[str, int],
   dtype: str,
-  remat: bool = False,
   *,
-  grad: bool = False,
+  remat: str | None = None,
+  kind: attention.Kind = "xla",
   page: int = 0,
 ) -> int:
   """An estimate of the temporary bytes of a forward (and backward) pass.
 
-  Of a layer: the residual stream and its norms (4 D a token), q, k, v before
-  and after their rotation, the MLP's four products, and the attention scores
-  and weights [H, T, T] in float32, which this decoder forms. (An engine's
-  prefill attends page by page: [H, T, page], and a sum so far [H, T, C].) A
-  backward pass keeps that of every layer, or with `remat` the stream alone. The
+  Of a layer at work: the residual stream, in float32, and its norms (4 D a
+  token), q, k, v before and after their rotation, the MLP's four products, and
+  the attention scores and weights [H, T, T] in float32, twice as much backward,
+  where XLA's attention serves. (An engine's prefill attends page by page: [H,
+  T, page], and a sum so far [H, T, C].) A backward pass keeps of every layer
+  what `_kept_bytes` says, and with remat has one layer's more at a time. The
   head adds the logits of one chunk (64 MB), or of all tokens of a small
-  vocabulary. Beside XLA's own plan for a float32 update of 8 layers, d = 256,
-  without remat on CPU: 564 of 581 MB. With remat or bfloat16 it is too low
-  there by up to 2.7 times, because XLA's CPU code saves little by either.
+  vocabulary.
+
+  Beside XLA's own plan for a gradient of 6 layers on CPU, float32 or bfloat16,
+  d = 256 and 1024, T = 512 and 1024: 0.94 to 1.02 of it with remat "none", 1.09
+  to 1.26 with the others.
 
   Args:
     model: sizes.
@@ -407,28 +486,49 @@ def activation_bytes(
     length: tokens of a row.
     mesh: sizes of the axes by name.
     dtype: of activations.
-    remat: layers are run again in the backward pass.
-    grad: there is a backward pass.
+    remat: the policy's; None: there is no backward pass.
+    kind: of attention.
     page: tokens that attention looks at at a time; 0: all.
   """
   tokens, item = rows * length, jnp.dtype(dtype).itemsize
-  stream = tokens * model.embed_dim * item
   heads = model.num_heads + 2 * model.num_kv_heads
   inner = tokens * (2 * heads * model.head_dim + 4 * model.mlp_dim) * item
   seen = page + model.head_dim if page else length
-  scores = 2 * 4 * tokens * model.num_heads * seen
-  layer = 4 * stream + (inner + scores) // mesh["tensor"]
+  # cuDNN's own arrays are small; the mask that it is given is as one head.
+  num = {"xla": model.num_heads, "cudnn": 1, "splash": 0}[kind]
+  scores = 2 * 4 * tokens * num * seen // mesh["tensor"]
   logits = min(4 * tokens * model.vocab_size, 64 << 20)
-  if not grad:
-    return layer + logits
-  kept = model.num_layers * (stream if remat else layer)
-  return kept + 2 * layer + 2 * logits
+  if remat is None:
+    layer = 4 * 4 * tokens * model.embed_dim + inner // mesh["tensor"]
+    return layer + scores + logits
+  kept = _kept_bytes(model, tokens, mesh, remat)
+  again = _kept_bytes(model, tokens, mesh, "none") - kept
+  return model.num_layers * kept + again + 2 * scores + 2 * logits
+
+
+def _kept_bytes(
+  model: DecoderConfig, tokens: int, mesh: Mapping[str, int], remat: str
+) -> int:
+  """Of one layer for its backward pass, as XLA's plans have it.
+
+  Exact for "full" (what enters the layer) and "dots" (that, and the products
+  but the last, all in float32); without remat a fit.
+  """
+  width = model.head_dim * (model.num_heads + 2 * model.num_kv_heads)
+  stream, inner = {
+    "none": (10, 6 * model.mlp_dim + 4.5 * width),
+    "dots": (2, 2 * model.mlp_dim + width),
+    "full": (1, 0),
+  }[remat]
+  split = inner / mesh["tensor"]
+  return int(4 * tokens * (stream * model.embed_dim + split))
 
 
 def memory(
   config: Config,
   models: Mapping[str, DecoderConfig],
   layouts: Mapping[str, Layout],
+  train: bool = True,
 ) -> dict[str, tuple[int, ...]]:
   """{phase: bytes by local device}, the same on every host.
 
@@ -441,12 +541,33 @@ def memory(
   num = 1 + max(used)
   state, engines, score, update = (np.zeros(num, np.int64) for _ in range(4))
   for name, layout in layouts.items():
-    size = measure(config.policies[name], models[name], layout)
-    train, rollout = list(layout.train), list(sum(layout.rollout, ()))
-    state[train] += size.state
+    names = config.backbones[name]
+    policies = [config.policies[n] for n in names]
+    sampled = any(map(config.is_sampled, names))
+    if not train and not sampled:
+      continue  # it is there for a loss
+    size = measure(policies, models[names[0]], layout, train=train)
+    if not sampled:
+      size = dataclasses.replace(size, engine=0)
+    own, rollout = list(layout.train), list(sum(layout.rollout, ()))
+    state[own] += size.state
     engines[rollout] += size.engine
-    score[train] = np.maximum(score[train], size.score)
-    update[train] = np.maximum(update[train], size.update)
+    scored = size.score
+    for user in config.trained if train else ():
+      if config.policies[user].loss.reference in names:
+        scored = max(
+          scored,
+          _most_bytes(
+            dataclasses.replace(
+              config.policies[user], compute_dtype=policies[0].compute_dtype
+            ),
+            models[names[0]],
+            layout.train_shape,
+            grad=False,
+          ),
+        )
+    score[own] = np.maximum(score[own], scored)
+    update[own] = np.maximum(update[own], size.update)
   phases = {"rollout": state + engines, "score": state + score}
   phases["update"] = state + update
   return {p: tuple(int(b) for b in values) for p, values in phases.items()}
@@ -470,13 +591,15 @@ def check_fits(
   num_hosts: int,
   num_local: int,
   limit: int,
+  train: bool = True,
 ) -> dict[str, tuple[int, ...]]:
   """The plan's `memory`; refuses one that needs over `limit` of a device.
 
   Raises:
     ConfigError: with the bytes by phase, and the strategies that would fit.
   """
-  found = memory(config, models, lay_out(config, num_hosts, num_local))
+  layouts = lay_out(config, num_hosts, num_local)
+  found = memory(config, models, layouts, train)
   if _peak(found) <= limit:
     return found
   p = config.placement
@@ -489,7 +612,7 @@ def check_fits(
       there = lay_out(other, num_hosts, num_local)
     except ConfigError:
       continue
-    if _peak(memory(other, models, there)) <= limit:
+    if _peak(memory(other, models, there, train)) <= limit:
       fitting.append(repr(strategy))
   raise ConfigError(
     f"placement.strategy: {p.strategy!r} needs up to "
@@ -503,8 +626,8 @@ def check_fits(
 
 
 _OTHER_FIX = (
-  "no strategy fits; use more devices, a smaller micro_batch or engine "
-  "(num_slots, cache_tokens, max_length), remat=True, or "
+  "no strategy fits; use more devices, a smaller micro_tokens or engine "
+  "(num_slots, cache_tokens, max_length), remat='full', or "
   "rollout_dtype='bfloat16'"
 )
 
@@ -563,22 +686,48 @@ def sync(
   """
   leaves, tree = jax.tree.flatten(targets[0])
   source = jax.tree.leaves(params)[0].sharding
-  cast = functools.partial(_program, dtype, layout)
+  program = functools.partial(_program, dtype, layout)
   used = set().union(*(jax.tree.leaves(t)[0].device_set for t in targets))
   aside = not used <= source.device_set
   if aside and source.is_fully_addressable:
-    moved = cast(None, None)(params)
+    moved = program(None, None)(params)
     return [jax.device_put(moved, target) for target in targets]
   if aside:
     shapes = jax.eval_shape(layout or (lambda x: x), params)
     leaves = _spread(jax.tree.leaves(shapes), source.mesh)
   everywhere = tuple(_for_all(source.mesh, s) for s in leaves)
   with hosts.together("sync"):
-    copies = cast(everywhere, tree)(params)
+    copies = program(everywhere, tree)(params)
   if aside:
     moved = jax.tree.map(_local, copies, jax.tree.unflatten(tree, leaves))
     return [jax.device_put(moved, target) for target in targets]
   return [jax.tree.map(_local, copies, target) for target in targets]
+
+
+def cast(params: Any, dtype: Any, layout: Callable[[Any], Any]) -> Any:
+  """In another dtype and form, on the same devices; all hosts must enter it."""
+  with hosts.together("cast"):
+    return _program(dtype, layout, None, None)(params)
+
+
+def share(params: Any, targets: Sequence[Any], dtype: Any) -> list[Any]:
+  """As `sync`, of weights that never change: an engine that would lay them out
+  as they are gets these very arrays.
+
+  Args:
+    params: in the form of the targets.
+    targets: see `sync`.
+    dtype: of the result.
+  """
+  leaves = jax.tree.leaves(params)
+  if len(targets) == 1 and leaves[0].is_fully_addressable:
+    there = jax.tree.leaves(targets[0])
+    if all(
+      x.dtype == dtype and x.sharding.is_equivalent_to(where, x.ndim)
+      for x, where in zip(leaves, there, strict=True)
+    ):
+      return [params]
+  return sync(params, targets, dtype)
 
 
 def checksum(params: Any) -> str:
@@ -673,6 +822,16 @@ def global_batch(rows: Any, mesh: Mesh, leading: int = 1) -> Any:
     ),
     rows,
   )
+
+
+def local_rows(x: jax.Array) -> np.ndarray:
+  """What `global_batch` was given on this host, of an array [M, b, ..]."""
+  found: dict[int, np.ndarray] = {}
+  for shard in x.addressable_shards:
+    start = shard.index[1].start or 0
+    if start not in found:
+      found[start] = np.asarray(shard.data)
+  return np.concatenate([found[start] for start in sorted(found)], axis=1)
 
 
 def fetch(tree: Any) -> Any:

@@ -85,12 +85,12 @@ class Source(NamedTuple):
   Attributes:
     start: tokens of its prompt that are not prefilled for it; 0: it begins.
     turn: they are of this turn's sequence.
-    head: their bytes, if they are a template's head.
+    head: the policy's index and their bytes, if they are a template's head.
   """
 
   start: int = 0
   turn: Turn | None = None
-  head: bytes | None = None
+  head: tuple[int, bytes] | None = None
 
 
 class Asks(Protocol):
@@ -100,6 +100,7 @@ class Asks(Protocol):
   shared_by: int
   parents: Sequence[TurnId]
   head: int
+  policy_index: int
 
 
 @dataclasses.dataclass
@@ -146,7 +147,7 @@ class Prefixes:
     self.pages = Pages(self._engine.num_pages)
     self.prompts: dict[Any, Prompt] = {}
     self.new_heads: list[Row] = []
-    self._heads: collections.OrderedDict[bytes, Prefix] = (
+    self._heads: collections.OrderedDict[tuple[int, bytes], Prefix] = (
       collections.OrderedDict()
     )
     self._turns: dict[tuple[int, int], dict[int, Turn]] = {}
@@ -171,7 +172,7 @@ class Prefixes:
     size, most = self.pages.num, self._engine.spec.max_pages
     if size < most:
       short = num - self.pages.num_free
-      size = min(max(2 * size, size + short), most)
+      size = min(max(size + size // 2, size + short), most)
       self._engine.grow(size)
       self.pages.grow(size)
       return True
@@ -224,7 +225,8 @@ class Prefixes:
         ):
           source = Source(common, turn)
     if source.start < request.head < len(ids):
-      source = Source(request.head, head=ids[: request.head].tobytes())
+      head = request.policy_index, ids[: request.head].tobytes()
+      source = Source(request.head, head=head)
     return source
 
   def _turn(self, turn: TurnId) -> Turn:
@@ -349,8 +351,9 @@ class Prefixes:
     if len(self._heads) >= _MOST_HEADS:
       self._drop(self._heads.popitem(last=False)[1])
     pages = self.take(needed(source.start, self._size))
-    ids = np.frombuffer(source.head, np.int32)
-    self.new_heads.append(Row(engine_lib.Chunk(ids, 0, pages, 0)))
+    policy, raw = source.head
+    ids = np.frombuffer(raw, np.int32)
+    self.new_heads.append(Row(engine_lib.Chunk(ids, 0, pages, 0, policy)))
     self._counts.prefilled_tokens += len(ids)
     prefix = Prefix(len(ids), pages, self._engine.version)
     self._heads[source.head] = prefix

@@ -102,24 +102,29 @@ def identity(
 
   Args:
     config: of the run.
-    policies: {name: (checksum of its weights, digest of its tokenizer)}.
+    policies: {name: (checksum of its weights, digest of its tokenizer)}, of
+      those that are sampled.
     manifest: `manifest.collect`, for what it says of grader and data.
     k: episodes of a task, where groups are scored whole; 0 elsewhere.
   """
   played = ("chat_template_kwargs", "rollout_dtype")
+  training = (  # keys of an agent that no episode depends on
+    *("invalid_penalty", "overlong_tokens", "overlong_penalty"),
+    *("train", "loss_weight"),
+  )
   return {
     "format": FORMAT,
     "seed": config.seed,
     "policies": {
       name: {
-        **dict(zip(("weights", "tokenizer"), policies[name], strict=True)),
-        **{key: getattr(policy, key) for key in played},
-        "max_length": policy.engine.max_length,
+        **dict(zip(("weights", "tokenizer"), known, strict=True)),
+        **{key: getattr(config.policies[name], key) for key in played},
+        "max_length": config.policies[name].engine.max_length,
       }
-      for name, policy in config.policies.items()
+      for name, known in policies.items()
     },
     "agents": {
-      name: _without(config_lib.to_dict(agent), "invalid_penalty")
+      name: _without(config_lib.to_dict(agent), *training)
       | {"sampling": sampling(config)[name]}
       for name, agent in config.agents.items()
     },
@@ -140,8 +145,8 @@ def sampling(config: config_lib.Config) -> dict[str, dict[str, float]]:
   }
 
 
-def _without(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-  return {k: v for k, v in values.items() if k != key}
+def _without(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+  return {k: v for k, v in values.items() if k not in keys}
 
 
 def folder(workdir: pathlib.Path, step: int) -> pathlib.Path:

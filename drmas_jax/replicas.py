@@ -65,9 +65,9 @@ class Replicas:
     self.engine = Engines(samplers)
     self._load = [0] * len(samplers)  # tokens still to do, at most
     self._placed: dict[tuple[int, int, int], tuple[Request, int]] = {}
-    self._episodes: dict[tuple[int, int], int] = {}  # where they began
-    # Where the first of a shared prompt went, and how many are to come.
-    self._shared: dict[tuple[int, int], list[int]] = {}
+    # Of each task, where its episodes began, and its shared prompts by turn.
+    self._episodes: dict[int, dict[int, int]] = {}
+    self._shared: dict[int, dict[int, int]] = {}
 
   @property
   def tokenizer(self) -> Tokenizer:
@@ -115,9 +115,13 @@ class Replicas:
 
   def forget(self, position: int, episode: int) -> None:
     """The episode is over: its kept sequences go."""
-    place = self._episodes.pop((position, episode), None)
-    if place is not None:
-      self.samplers[place].forget(position, episode)
+    for sampler in self.samplers:
+      sampler.forget(position, episode)
+    episodes = self._episodes.get(position, {})
+    episodes.pop(episode, None)
+    if not episodes:
+      self._episodes.pop(position, None)
+      self._shared.pop(position, None)
 
   def dispatch(self) -> None:
     """Starts a run on every engine that has work; does not wait."""
@@ -142,23 +146,45 @@ class Replicas:
   def _place(self, request: Request) -> int:
     """The number of the request's engine."""
     position, episode, turn = request.id
-    place = self._episodes.get((position, episode))
+    episodes = self._episodes.setdefault(position, {})
+    place = episodes.get(episode)
     if place is None and request.shared_by > 1:
       least = self._load.index(min(self._load))
-      shared = self._shared.setdefault(
-        (position, turn), [least, request.shared_by]
-      )
-      place, shared[1] = shared[0], shared[1] - 1
-      if not shared[1]:
-        del self._shared[position, turn]
+      place = self._shared.setdefault(position, {}).setdefault(turn, least)
     elif place is None:
       place = self._load.index(min(self._load))
-    self._episodes[position, episode] = place
+    episodes[episode] = place
     return place
 
   def _settle(self, request: Request) -> None:
     _, place = self._placed.pop(request.id)
     self._load[place] -= _tokens(request)
+
+
+class Seat:
+  """One policy's view of the engines that it shares with others.
+
+  Its requests carry its index. A run is of all policies at once, so the first
+  one's `dispatch` starts it and its `harvest` hands back what ended, for all.
+  """
+
+  def __init__(self, samplers: Replicas, policy_index: int):
+    self._samplers = samplers
+    self._policy_index = policy_index
+
+  def submit(self, request: Request, fault: Fault | None = None) -> None:
+    request = dataclasses.replace(request, policy_index=self._policy_index)
+    self._samplers.submit(request, fault)
+
+  def dispatch(self) -> None:
+    if not self._policy_index:
+      self._samplers.dispatch()
+
+  def harvest(self) -> list[Completion]:
+    return [] if self._policy_index else self._samplers.harvest()
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._samplers, name)
 
 
 def _tokens(request: Request) -> int:

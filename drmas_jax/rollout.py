@@ -2,13 +2,15 @@
 
 One thread owns all devices and runs a plain loop: dispatch every sampler,
 harvest every sampler, advance the episodes that got an answer, in (task,
-episode, turn) order. Rewards that are coroutines run in one asyncio thread and
-come back through a queue, which is waited for, with a limit, only when no
-engine has work.
+episode, turn) order. What environments do as coroutines (rewards, and answers
+within an episode, such as passages) runs in one asyncio thread and comes back
+through a queue, which is waited for, with a limit, only when no engine has
+work.
 """
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import itertools
 import queue
@@ -32,6 +34,7 @@ from drmas_jax import config as config_lib
 from drmas_jax import prompts
 from drmas_jax.sampler import Completion, Request, Sampler
 from drmas_jax.types import (
+  ActRequest,
   CallRequest,
   Episode,
   Fault,
@@ -50,7 +53,8 @@ class Stopped(Exception):
   """What a heartbeat raises: the rollout under way is given up."""
 
 
-_LATE_S = 2.0  # beyond its limit, for a reward that blocks
+_LATE_S = 2.0  # beyond its limit, for a coroutine that blocks
+_IO_S = 1.0  # that the I/O thread is waited for, before signals are looked at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +120,20 @@ class _Strand:
     return (*self.path, next(self._asked))
 
 
+class _Outside(NamedTuple):
+  """A coroutine in the I/O thread.
+
+  Attributes:
+    position: of the task that it is for.
+    go_on: takes its result, or what it raised.
+    deadline: when it is given up, by `time.monotonic()`.
+  """
+
+  position: int
+  go_on: Callable[[Any], None]
+  deadline: float
+
+
 class _Asked(NamedTuple):
   """A turn that has been asked for."""
 
@@ -142,6 +160,7 @@ class _Play:
     self.waiting: dict[int, _Asked] = {}
     self.paths: dict[int, tuple[int, ...]] = {}  # of turns, by their numbers
     self.chats: dict[tuple[str, str], prompts.Chat] = {}  # by agent and name
+    self.observed: dict[tuple[int, ...], tuple[Any, Any]] = {}  # by path
     self.played = False  # the orchestra has returned
     self.done = False  # scored, or failed
 
@@ -178,7 +197,9 @@ class _Play:
     )
 
   def settle(self) -> None:
-    """Puts the turns in the order of their paths, and numbers them so."""
+    """Puts turns and observations in the order of their paths, and numbers
+    the turns so."""
+    self.episode.observations = [v for _, v in sorted(self.observed.items())]
     turns = sorted(self.episode.turns, key=lambda t: self.paths[t.index])
     places = {turn.index: place for place, turn in enumerate(turns)}
     self.episode.turns = [
@@ -226,7 +247,14 @@ class _Io:
     asyncio.run_coroutine_threadsafe(guarded(), self._loop)
 
   def close(self) -> None:
-    self._loop.call_soon_threadsafe(self._loop.stop)
+    """Gives up what is under way."""
+
+    def stop():
+      for task in asyncio.all_tasks(self._loop):
+        task.cancel()
+      self._loop.call_soon(self._loop.stop)
+
+    self._loop.call_soon_threadsafe(stop)
     self._thread.join(timeout=5)
 
 
@@ -328,8 +356,7 @@ class Episodes:
     self.samplers = rollout.samplers
     self.finished = finished
     self.scored = scored
-    # Awaitables in the I/O thread: their plays, and when to give them up.
-    self.scoring: dict[int, tuple[list[_Play], float]] = {}
+    self.outside: dict[int, _Outside] = {}  # by their numbers
     self.numbers = itertools.count()
     self.plays: dict[tuple[int, int], _Play] = {}
     self.groups: dict[int, Group] = {}  # by position
@@ -340,8 +367,9 @@ class Episodes:
     self, groups: list[Group], sampling: config_lib.Sampling | None
   ) -> list[Group]:
     """Plays groups, and returns them."""
-    engines = [s.engine for s in self.samplers.values()]
-    room = 2 * sum(e.max_concurrent_decodes for e in engines)
+    # Several policies may be on the same engines.
+    engines = {id(s.engine): s.engine for s in self.samplers.values()}
+    room = 2 * sum(e.max_concurrent_decodes for e in engines.values())
     coming = iter([p for g in groups for p in self._make(g, sampling)])
     try:
       self._begin(coming, room)
@@ -416,27 +444,46 @@ class Episodes:
     completions = [c for s in samplers for c in s.harvest()]
     for completion in sorted(completions, key=lambda c: c.request.id):
       self.answer(completion)
-    wait = not any(s.busy for s in samplers)
-    self._collect_io(wait)
+    idle = not any(s.busy for s in samplers)
+    for _, go_on in self.heard(_IO_S if idle else 0.0):
+      go_on()
 
-  def _collect_io(self, wait: bool) -> None:
-    """Takes what the I/O thread finished; waits if nothing else is to do."""
-    while self.scoring:
+  def heard(self, wait_s: float) -> Iterator[tuple[int, Callable[[], None]]]:
+    """What the I/O thread finished: (position of the task, what to call).
+
+    Args:
+      wait_s: how long to wait for the first of it.
+    """
+    while self.outside:
       try:
         (owner, number), result = self.rollout.io.finished.get(
-          block=wait, timeout=1.0
+          block=wait_s > 0, timeout=wait_s
         )
       except queue.Empty:
         break
-      if owner is self and number in self.scoring:
-        plays, _ = self.scoring.pop(number)
-        self._scored(plays, result)
-      wait = False
+      if owner is self and number in self.outside:
+        done = self.outside.pop(number)
+        yield done.position, functools.partial(done.go_on, result)
+      wait_s = 0.0
     now = time.monotonic()
-    late = [n for n, (_, deadline) in self.scoring.items() if deadline < now]
-    for number in late:
-      plays, _ = self.scoring.pop(number)
-      self._scored(plays, TimeoutError("it blocks its thread"))
+    for number in [n for n, o in self.outside.items() if o.deadline < now]:
+      late = self.outside.pop(number)
+      error = TimeoutError("it blocks its thread")
+      yield late.position, functools.partial(late.go_on, error)
+
+  def _send(
+    self,
+    position: int,
+    awaitable: Any,
+    limit_s: float,
+    go_on: Callable[[Any], None],
+  ) -> None:
+    """Runs something in the I/O thread, and then `go_on` in this one."""
+    number = next(self.numbers)
+    # A coroutine that blocks cannot be timed out in its own thread.
+    deadline = time.monotonic() + limit_s + _LATE_S
+    self.outside[number] = _Outside(position, go_on, deadline)
+    self.rollout.io.run((self, number), awaitable, limit_s)
 
   # -- turns -------------------------------------------------------------------
 
@@ -464,9 +511,11 @@ class Episodes:
       for place, child in enumerate(asked.children):
         if not play.done:
           self._advance(play, _Strand(child, strand, (*path, place)), None)
+    elif isinstance(asked, ActRequest):
+      self._act(play, strand, asked)
     else:
       raise TypeError(
-        f"an orchestra awaited {asked!r}; allowed are call(..) and "
+        f"an orchestra awaited {asked!r}; allowed are call(..), act(..) and "
         f"gather(..); {_where(play.episode)}"
       )
 
@@ -582,6 +631,49 @@ class Episodes:
       e.add_note(f"parsing a turn of {member.name!r}; {_where(play.episode)}")
       raise
 
+  # -- the environment within an episode ---------------------------------------
+
+  def _act(self, play: _Play, strand: _Strand, asked: ActRequest) -> None:
+    """Asks the environment; what takes waiting does so in the I/O thread."""
+    environment = self.rollout.config.environment
+    if not hasattr(self.team.environment, "act"):
+      raise ValueError(
+        f"the orchestra awaited act(..), and the environment "
+        f"{environment.name!r} has none; name one that has, such as 'search'"
+      )
+    go_on = functools.partial(
+      self._acted, play, strand, strand.next_path(), asked.action
+    )
+    try:
+      answer = self.team.environment.act(play.episode.task, asked.action)
+    except TransientError as e:
+      answer = e
+    except Exception as e:
+      e.add_note(f"acting in {_where(play.episode)}")
+      raise
+    if inspect.isawaitable(answer):
+      position, limit_s = play.episode.task.position, environment.act_timeout_s
+      self._send(position, answer, limit_s, go_on)
+    else:
+      go_on(answer)
+
+  def _acted(
+    self,
+    play: _Play,
+    strand: _Strand,
+    path: tuple[int, ...],
+    action: Any,
+    answer: Any,
+  ) -> None:
+    if play.done:  # it was given up meanwhile
+      return
+    if isinstance(answer, BaseException):
+      limit = "environment.act_timeout_s"
+      self._fail(play, _outside_fault("environment", answer, limit))
+      return
+    play.observed[path] = (action, answer)
+    self._advance(play, strand, answer)
+
   # -- rewards -----------------------------------------------------------------
 
   def _score(self, play: _Play) -> None:
@@ -619,10 +711,12 @@ class Episodes:
       e.add_note(f"scoring {_where(plays[0].episode)}")
       raise
     if inspect.isawaitable(result):
-      limit, number = self.team.reward_timeout_s, next(self.numbers)
-      # A coroutine that blocks cannot be timed out in its own thread.
-      self.scoring[number] = plays, time.monotonic() + limit + _LATE_S
-      self.rollout.io.run((self, number), result, limit)
+      self._send(
+        plays[0].episode.task.position,
+        result,
+        self.team.reward_timeout_s,
+        functools.partial(self._scored, plays),
+      )
     else:
       self._scored(plays, result)
 
@@ -658,7 +752,7 @@ class Episodes:
     self.under_way -= not play.played
     if self.finished is not None:
       self.finished(play.episode)
-      play.episode.turns = []
+      play.episode.turns, play.episode.observations = [], []
 
   def _forget(self, play: _Play) -> None:
     """No turn of it follows: what samplers keep of it goes."""
@@ -702,12 +796,18 @@ def _close(play: _Play) -> None:
 
 
 def _reward_fault(error: Any) -> Fault:
-  if isinstance(error, TimeoutError):
-    return Fault("reward", "past environment.reward_timeout_s", True)
   if isinstance(error, BaseException):
-    clock = isinstance(error, TransientError) and error.wall_clock
-    return Fault("reward", f"{type(error).__name__}: {error}", clock)
+    limit = "environment.reward_timeout_s"
+    return _outside_fault("reward", error, limit)
   return Fault("reward", f"returned {error!r}; write a types.Outcome")
+
+
+def _outside_fault(kind: str, error: BaseException, limit: str) -> Fault:
+  """Of what a coroutine raised; `limit` is the key of its time limit."""
+  if isinstance(error, TimeoutError):
+    return Fault(kind, f"past {limit}", True)
+  clock = isinstance(error, TransientError) and error.wall_clock
+  return Fault(kind, f"{type(error).__name__}: {error}", clock)
 
 
 def _where(episode: Episode) -> str:

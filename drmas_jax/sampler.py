@@ -17,7 +17,7 @@ import dataclasses
 import heapq
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,7 @@ class Request:
     head: so many of its first ids are the template's, and shared by tasks.
     kind: requests of one kind are expected to come to one length.
     seed: of the sampling, three numbers; None: the id.
+    policy_index: which of the policies on the engine's weights is asked.
   """
 
   id: TurnId
@@ -69,6 +70,7 @@ class Request:
   head: int = 0
   kind: Hashable = None
   seed: tuple[int, int, int] | None = None
+  policy_index: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,17 @@ class Completion:
   version: int
   fault: Fault | None = None
   cached_tokens: int = 0
+
+
+class _Shared(NamedTuple):
+  """What the requests of a group have in common."""
+
+  position: int
+  turn: int
+  policy_index: int
+  start: int
+  prompt: bytes
+  size: int
 
 
 class _Job(scheduler.Job):
@@ -115,11 +128,13 @@ class _Job(scheduler.Job):
     self.cached_tokens = self.num = 0
     self.copy: Any = None
     position, _, turn = request.id
-    # What the requests of a group have in common; None: it is alone.
-    self.shared_key: Hashable = None
+    self.shared_key: _Shared | None = None  # None: it is alone
     if request.shared_by > 1:
       prompt = request.prompt_ids.tobytes()
-      self.shared_key = position, turn, source.start, prompt
+      self.shared_key = _Shared(
+        *(position, turn, request.policy_index),
+        *(source.start, prompt, request.shared_by),
+      )
 
   def begin(self, read: Growing) -> None:
     """It has a slot."""
@@ -163,7 +178,8 @@ class Sampler:
     self._slots: list[_Job | None] = [None] * spec.num_slots
     self._active: list[_Job] = []  # that run, in the order of admission
     self._parked: list[_Job] = []  # the same
-    self._left: dict[Hashable, int] = {}  # of groups, not admitted yet
+    # Of each task's groups, episodes that wait for their prompt no more.
+    self._groups: dict[int, dict[_Shared, set[int]]] = {}
     # Admitted, and still to be prefilled; what goes to slots, and its copies.
     self._rows: list[Row] = []
     self._inserts: list[tuple[_Job, Row, tuple[int, int]]] = []
@@ -200,7 +216,7 @@ class Sampler:
         "before the weights change"
       )
     self._running = None
-    for what in (self._rows, self._inserts, self._left):
+    for what in (self._rows, self._inserts, self._groups):
       what.clear()  # the first two are not empty if `dispatch` raised
     self._prefixes.clear()
     self.engine.release()
@@ -233,7 +249,8 @@ class Sampler:
     self._jobs[request.id] = job
     self._queue.add(job)
     if request.shared_by > 1:
-      self._left.setdefault(job.shared_key, request.shared_by)
+      groups = self._groups.setdefault(request.id[0], {})
+      groups.setdefault(job.shared_key, set())
     self._watch(job)
 
   def _check(self, request: Request) -> Fault | None:
@@ -288,13 +305,16 @@ class Sampler:
     self._failed = [c for c in self._failed if not wanted(c.request)]
 
   def forget(self, position: int, episode: int) -> None:
-    """The episode is over: what is kept of its turns goes.
+    """The episode is over: what is kept of its turns goes, and no group waits
+    for it.
 
     Args:
       position: of its task.
-      episode: its index.
+      episode: its index; none of its requests is in flight.
     """
     self._prefixes.forget(position, episode)
+    for key in list(self._groups.get(position, ())):
+      self._leave_group(key, episode)
 
   def progress(self) -> dict[TurnId, tuple[list[int], list[float]]]:
     """Ids and log-probs so far of the requests that have begun, by id.
@@ -314,7 +334,7 @@ class Sampler:
     del self._jobs[job.request.id]
     if job in self._queue:
       self._queue.remove(job)
-      self._leave_group(job)
+      self._leave_group(job.shared_key, job.request.id[1])
     elif job.slot is None:
       self._parked.remove(job)
       job.copy = None  # the job itself is watched until its deadline
@@ -330,17 +350,20 @@ class Sampler:
     pages, job.pages = job.pages, []
     return pages
 
-  def _leave_group(self, job: _Job) -> None:
-    """One less has need of a shared prompt."""
-    key = job.shared_key
+  def _leave_group(self, key: _Shared | None, episode: int) -> None:
+    """One less has need of a shared prompt; the last one gives it back."""
     if key is None:
       return
-    self._left[key] -= 1
-    if not self._left[key]:
-      del self._left[key]
-      prompt = self._prefixes.prompts.pop(key, None)
-      if prompt is not None:
-        self._prefixes.pages.give(prompt.pages)
+    groups = self._groups[key.position]
+    groups[key].add(episode)
+    if len(groups[key]) < key.size:
+      return
+    del groups[key]
+    if not groups:
+      del self._groups[key.position]
+    prompt = self._prefixes.prompts.pop(key, None)
+    if prompt is not None:
+      self._prefixes.pages.give(prompt.pages)
 
   def _expire(self) -> None:
     """Turns past their deadline come back as faults, and free their slots."""
@@ -468,7 +491,11 @@ class Sampler:
     pages = prefixes.pages.share(before[:full])
     pages += prefixes.take(num_pages - full)
     chunk = engine_lib.Chunk(
-      ids[start:], start, pages[: needed(len(ids), size)], (before or [0])[-1]
+      ids[start:],
+      start,
+      pages[: needed(len(ids), size)],
+      (before or [0])[-1],
+      job.request.policy_index,
     )
     row = Row(chunk)
     self._rows.append(row)
@@ -491,7 +518,7 @@ class Sampler:
     pages = prefixes.pages.share(held[:full])
     pages += prefixes.take(num_pages - full)
     copy = (held[full], pages[full]) if job.length % size else (0, 0)
-    self._leave_group(job)
+    self._leave_group(job.shared_key, job.request.id[1])
     return prompt.row, pages, copy
 
   def _prefill(self) -> None:
@@ -499,7 +526,7 @@ class Sampler:
     spec, prefixes = self.engine.spec, self._prefixes
     for rows in (prefixes.new_heads, self._rows):
       buckets = [self.engine.bucket(len(r.chunk.tokens)) for r in rows]
-      for batch in scheduler.batches(buckets, spec.prefill_rows):
+      for batch in scheduler.batches(buckets, spec.num_slots):
         hidden = self.engine.prefill_rows([rows[i].chunk for i in batch])
         for index, i in enumerate(batch):
           rows[i].hidden, rows[i].index = hidden, index
@@ -624,4 +651,5 @@ def _settings(jobs: Sequence[_Job]) -> engine_lib.Requests:
     top_k=np.array([s.top_k for s in sampling], np.int32),
     top_p=np.array([s.top_p for s in sampling], np.float32),
     stops=stops,
+    policy=np.array([r.policy_index for r in asked], np.int32),
   )

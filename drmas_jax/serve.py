@@ -171,13 +171,14 @@ def open_door(args, config, backbones, rollout, door):
   from drmas_jax.tokenizer import Tokenizer
 
   key = sampling.root_key(config.seed, "eval")
-  codecs = {}
-  for name, backbone in backbones.items():
+  codecs, samplers = {}, {}
+  for backbone in backbones.values():
     backbone.sampler.engine.key = key
+    samplers |= backbone.samplers
     policy = backbone.policy
-    own = Tokenizer.load(backbone.folder, policy.chat_template_kwargs)
-    codecs[name] = Codec(own, policy.engine.max_length)
-  samplers = {name: b.sampler for name, b in backbones.items()}
+    for name in backbone.names:
+      own = Tokenizer.load(backbone.folder, policy.chat_template_kwargs)
+      codecs[name] = Codec(own, policy.engine.max_length)
   loop = Loop(samplers, rollout, args.max_open)
   door.open(Desk(loop, codecs, rollout is not None, args.timeout_s))
   return loop

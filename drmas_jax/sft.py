@@ -75,7 +75,8 @@ class _Demonstrations:
   def __init__(self, config, backbone: Backbone, team, makers):
     self._config = config
     self._tokenizer = backbone.tokenizer
-    self._members = [team.members[a] for a in backbone.agents]
+    own = backbone.agents[backbone.names[0]]
+    self._members = [team.members[a] for a in own]
     self._limit = {
       m.name: prompts.limit(m.config, backbone.policy.engine)
       for m in self._members
@@ -144,7 +145,7 @@ def _fit(config, backbone: Backbone, stream, demonstrations, report, stopping):
   programs = learner.programs(spec)
   index = sorted(config.policies).index(backbone.name)
   state = programs.init(_start(config, backbone, index))
-  temperature = np.ones([spec.num_agents], np.float32)
+  temperature, live = np.ones([spec.num_agents], np.float32), np.ones(1, bool)
   cursor, ready, started = 0, [], time.monotonic()
   for step in range(sft.steps):
     while len(ready) < sft.batch_rows:
@@ -153,18 +154,12 @@ def _fit(config, backbone: Backbone, stream, demonstrations, report, stopping):
       ready += demonstrations.turns(task, rng)
       cursor += 1
     rows, ready = ready[: sft.batch_rows], ready[sft.batch_rows :]
-    batch = _batch(rows, backbone, config)
-    trips = -(-len(rows) // backbone.policy.micro_batch)
-    tokens = float(batch.mask.sum())
+    batch, trips = _batch(rows, backbone, config)
+    tokens = batch.mask.sum()[None]
     batch = placement.global_batch(batch, spec.mesh)
+    data = (batch, batch.sampler_logprobs, None, batch.mask)
     state, out = programs.train_step(
-      state,
-      batch,
-      batch.sampler_logprobs,
-      batch.mask,
-      np.float32(tokens),
-      trips,
-      temperature,
+      state, None, data, tokens, live, trips, temperature
     )
     last = step == sft.steps - 1 or stopping()
     if step % 50 == 49 or last:
@@ -172,8 +167,8 @@ def _fit(config, backbone: Backbone, stream, demonstrations, report, stopping):
       report(
         step + 1,
         {
-          f"loss/{backbone.name}": float(out.loss),
-          f"grad_norm/{backbone.name}": float(out.grad_norm),
+          f"loss/{backbone.name}": float(out.loss[0]),
+          f"grad_norm/{backbone.name}": float(out.grad_norm[0]),
           "time/seconds": seconds,
         },
       )
@@ -196,14 +191,11 @@ def _start(config: config_lib.Config, backbone: Backbone, index: int):
 
 
 def _batch(turns: list[Turn], backbone: Backbone, config: config_lib.Config):
-  size = batching.size(turns)
-  num_micro, local, length = backbone.shape(size, num_hosts=1)
+  """(batch, micro-batches with rows) of one demonstration a turn."""
+  alone = [(i,) for i in range(len(turns))]
+  size = batching.size(turns, alone, backbone.row_buckets)
+  shape = backbone.shape([size])
   names = config.agent_names
-  return batching.pack(
-    turns,
-    range(len(turns)),
-    [names.index(t.agent) for t in turns],
-    num_micro=num_micro,
-    micro_batch=local,
-    length=length,
-  )
+  agents = [names.index(t.agent) for t in turns]
+  batch = batching.pack(turns, range(len(turns)), agents, shape)
+  return batch, shape.trips

@@ -24,6 +24,8 @@ RULES: dict[str | None, tuple[str, ...]] = {
   "mlp": ("tensor",),
   "head_dim": (),
   "layers": (),
+  "policies": (),  # of adapters
+  "rank": (),
   "length": (),
   None: (),
 }

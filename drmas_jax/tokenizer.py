@@ -200,6 +200,10 @@ class Tokenizer:
       return_offsets_mapping=True,
     )["offset_mapping"]
 
+  def vocabulary(self) -> dict[str, int]:
+    """The id of every token."""
+    return self._hf.get_vocab()
+
   def decode(self, ids: Sequence[int], control: bool = False) -> str:
     """Text of ids; control tokens are left out unless `control` is set."""
     return self._hf.decode(

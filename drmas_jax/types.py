@@ -173,7 +173,14 @@ class Outcome:
 
 @dataclasses.dataclass
 class Episode:
-  """One attempt of the team at a task."""
+  """One attempt of the team at a task.
+
+  Attributes:
+    turns: in the order in which the orchestra reads.
+    action: what the orchestra returned.
+    observations: (action, what the environment answered) of each `act`, in the
+      same order.
+  """
 
   task: Task
   index: int
@@ -182,6 +189,7 @@ class Episode:
   outcome: Outcome | None = None
   status: Status = "ok"
   fault: Fault | None = None
+  observations: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -228,7 +236,7 @@ class TrainState(NamedTuple):
   opt_state: Any
 
 
-# -- requests: what `call` and `gather` hand to the rollout loop --------------
+# -- requests: what `call`, `act` and `gather` hand to the rollout loop -------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +253,13 @@ class CallRequest:
 
 
 @dataclasses.dataclass(frozen=True)
+class ActRequest:
+  """Something that the environment is to do within the episode."""
+
+  action: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class GatherRequest:
   """Several awaitables to be run at the same time."""
 
@@ -255,6 +270,16 @@ class GatherRequest:
 def request(value):
   """Hands `value` to the rollout loop and returns what it answers."""
   return (yield value)
+
+
+async def act(action: Any) -> Any:
+  """What the environment answers, such as passages to a query.
+
+  Meanwhile the episode holds no slot and no thread, and others go on. Without
+  an answer (`Environment.act` fails, or is too late) the episode is lost, and
+  this never returns.
+  """
+  return await request(ActRequest(action))
 
 
 async def gather(*children: Awaitable) -> list:

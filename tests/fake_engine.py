@@ -128,7 +128,7 @@ class FakeEngine:
   # -- the contract ------------------------------------------------------------
 
   def prefill_rows(self, chunks):
-    assert 0 < len(chunks) <= self.spec.prefill_rows
+    assert 0 < len(chunks) <= self.spec.num_slots
     buckets = {self.bucket(len(c.tokens)) for c in chunks}
     assert len(buckets) == 1, buckets
     size, written = self.spec.page_size, []

@@ -29,7 +29,7 @@ def get_config():
   # One engine a policy on however many devices: each of several is compiled.
   config.placement = dict(rollout_mesh=dict(data=1, fsdp=0))
   for policy in config.policies.values():
-    policy.micro_batch = 32
+    policy.micro_tokens = 1792
     # Adam's first step is the sign of the gradient otherwise, and turns
     # rounding into whole steps where meshes are compared.
     policy.optimizer.eps = 1e-3

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drmas_jax import advantages
+from drmas_jax import advantages, rewards
 from drmas_jax import config as config_lib
+from drmas_jax.types import Episode, Group, Outcome, Task, Turn
 
 pytestmark = pytest.mark.quick
 
@@ -31,6 +32,8 @@ def run(
   per_agent=False,
   turn=None,
   tokens=None,
+  anchor=None,
+  returns=None,
   averages=None,
   **options,
 ):
@@ -45,6 +48,8 @@ def run(
     tokens=np.ones(len(scores), int) if tokens is None else np.array(tokens),
     num_agents=num_agents,
     per_agent=per_agent,
+    anchor=anchor,
+    returns=returns,
     averages=averages,
   )
   return types.SimpleNamespace(**got._asdict(), averages=averages)
@@ -66,6 +71,9 @@ FORMS = [
     ("reinforce_plus_plus_baseline", "agent", "turn"),
     ("reinforce_plus_plus_baseline", "team", "episode"),
     ("rae", "agent", "episode"),
+    ("gigpo", "agent", "turn"),
+    ("gigpo", "team", "episode"),
+    ("bounded", "agent", "turn"),
   )
 ]
 
@@ -82,6 +90,7 @@ def kinds(*names):
 every = pytest.mark.parametrize(("name", "options"), kinds())
 # Those whose baseline is a group of this step, and theirs that have a scale.
 SCALED = ("agent_wise", "grpo", "mean_only", "std_only", "global_call")
+SCALED += ("gigpo", "bounded")
 OF_GROUPS = (*SCALED, "rloo", "dr_grpo")
 
 
@@ -270,6 +279,176 @@ def test_rae_counts_an_agents_turns_in_an_episode_once():
   np.testing.assert_allclose(by_episode, [0.05 * 0.5, 0.05])
 
 
+def played(calls, scores):
+  """A group's episodes, one agent: how often it spoke, and what it got."""
+  episode = np.repeat(np.arange(len(calls)), calls)
+  return np.array(scores, float)[episode], episode * 0, episode * 0, episode
+
+
+def test_bounded_by_hand():
+  # Turns 1 0 0 0: mean 1/4, variance 3/16, and 2 episodes: |A| is at most 1,
+  # so all of it is 1, around a half.
+  got = run("bounded", *played([1, 3], [1, 0]))
+  np.testing.assert_allclose(got.values, [1, -1, -1, -1], rtol=1e-6)
+  # 3 episodes, turns 1 0 0 0 0: d = 4/5, variance 4/25, bound root(2).
+  # t = (16 - 8) / 25 / (0.8 + root(2 * 12 / 25)) = 0.32 / 1.7798 = 0.1798.
+  got = run("bounded", *played([1, 3, 1], [1, 0, 0]))
+  want = np.array([0.8 - 0.1798, -0.2 - 0.1798]) / np.hypot(0.4, 0.1798)
+  np.testing.assert_allclose(got.values[:2], want, rtol=2e-4)
+  np.testing.assert_allclose(got.values[0], math.sqrt(2), rtol=1e-6)
+  # The lone failure likewise, with the other sign.
+  mirror = run("bounded", *played([1, 3, 1], [0, 1, 1]))
+  np.testing.assert_allclose(mirror.values, -got.values, rtol=1e-5)
+  # One call an episode: as agent_wise, but for the deviation and its 1e-6.
+  rows = played([1] * 8, [1, 1, 0, 0, 0, 0, 0, 0])
+  want = run("agent_wise", *rows).values * math.sqrt(8 / 7)
+  np.testing.assert_allclose(run("bounded", *rows).values, want, rtol=1e-5)
+
+
+def test_bounded_knows_nothing_of_one_episode():
+  # Two turns of an episode differ in a penalty; the other agent has two.
+  scores, group, agent = [1, 0.9, 1, 0], [0] * 4, [0, 0, 1, 1]
+  got = run("bounded", scores, group, agent, [0, 0, 0, 1])
+  np.testing.assert_allclose(got.values, [0, 0, 1, -1], atol=1e-6)
+  assert got.num_singleton.tolist() == [1, 0, 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+  calls=st.lists(st.integers(1, 4), min_size=2, max_size=8),
+  wins=st.integers(0, 2**8 - 1),
+  penalties=st.integers(0, 2**8 - 1),
+)
+def test_bounded_has_both(calls, wins, penalties):
+  """Mean square 1 and |A| <= root(M - 1), as far as that can be."""
+  m = len(calls)
+  scores = [float(wins >> i & 1) for i in range(m)]
+  if len(set(scores)) == 1:
+    return
+  rows = played(calls, scores)
+  bound = math.sqrt(m - 1)
+  values = run("bounded", *rows).values
+  np.testing.assert_allclose((values**2).mean(), 1, rtol=1e-5)
+  assert np.abs(values).max() <= bound * (1 + 1e-5)
+  own = run("agent_wise", *rows).values
+  n = len(own)
+  if np.abs(own).max() * math.sqrt(n / (n - 1)) <= bound:
+    np.testing.assert_allclose(values, own * math.sqrt(n / (n - 1)), rtol=2e-5)
+  # Three values and more.
+  worse = rows[0] - 0.1 * (penalties >> np.arange(n) % 8 & 1)
+  values = run("bounded", worse, *rows[1:]).values
+  assert (values**2).mean() <= 1 + 1e-5
+  assert np.abs(values).max() <= bound * (1 + 1e-5)
+
+
+def test_agent_wise_has_the_larger_bound():
+  # One success in one call, seven failures in four calls each.
+  rows = played([1] + [4] * 7, [1] + [0] * 7)
+  own, episodes = (
+    run("agent_wise", *rows, count=c).values for c in ("turn", "episode")
+  )
+  np.testing.assert_allclose(own.max(), 28 / math.sqrt(29), rtol=1e-5)
+  np.testing.assert_allclose(episodes.max(), 7 / math.sqrt(8), rtol=1e-5)
+  assert (episodes**2).mean() < 0.4  # no factor of 1
+  np.testing.assert_allclose(
+    run("bounded", *rows).values.max(), math.sqrt(7), rtol=1e-5
+  )
+
+
+def episode_of(index, reward, turns, turn_rewards=None):
+  """Turns are (agent, prompt, valid)."""
+  task = Task("t", 0, 0, "q", "a")
+  made = [
+    Turn(
+      agent=agent,
+      policy="p",
+      index=i,
+      prompt_ids=np.array(prompt, np.int32),
+      completion_ids=np.zeros(1, np.int32),
+      sampler_logprobs=np.zeros(1, np.float32),
+      log_kept_mass=np.zeros(1, np.float32),
+      stop_reason="stop",
+      policy_version=0,
+      valid=valid,
+    )
+    for i, (agent, prompt, valid) in enumerate(turns)
+  ]
+  outcome = Outcome(reward, turn_rewards or {})
+  return Episode(task, index, made, outcome=outcome)
+
+
+def play_gigpo(episodes, gamma, **options):
+  """(returns, advantages) as the coordinator asks for them."""
+  groups = [Group(episodes[0].task, episodes)]
+  rows = rewards.row_scores(groups, {"s": 0.1, "v": 0.1})
+  returns = rewards.step_returns(groups, rows.scores, gamma)
+  got = run(
+    "gigpo",
+    rows.scores,
+    rows.group,
+    rows.agent,
+    rows.episode,
+    per_agent=rows.per_agent,
+    anchor=rewards.anchors(rows.turns),
+    returns=returns,
+    gamma=gamma,
+    **options,
+  )
+  return returns, got
+
+
+def test_gigpo_by_hand():
+  """All solvers begin with one prompt; what they read later is their own."""
+  first, others = ("s", [1, 2], True), iter(range(3, 9))
+
+  def next_turn(agent):
+    return agent, [1, 2, next(others)], True
+
+  episodes = [
+    episode_of(0, 1.0, [first, next_turn("v"), next_turn("s")]),
+    episode_of(1, 0.0, [first, next_turn("v"), next_turn("s")]),
+    episode_of(2, 1.0, [first, next_turn("v")]),
+  ]
+  returns, got = play_gigpo(episodes, 0.5)
+  np.testing.assert_allclose(returns, [0.25, 0.5, 1, 0, 0, 0, 0.5, 1])
+  # Solver 1 1 0 0 1: mean 0.6, deviation root(0.3); verifier 1 0 1.
+  own = np.array([0.7303, 0.57735, 0.7303, -1.0954, -1.1547, -1.0954])
+  own = np.append(own, [0.7303, 0.57735])
+  # At the prompt that they share 0.25, 0, 0.5: mean and deviation 0.25.
+  step = np.array([0, 0, 0, -1, 0, 0, 1, 0])
+  np.testing.assert_allclose(got.values, own + step, atol=6e-5)
+  _, half = play_gigpo(episodes, 0.5, step_weight=0.5)
+  np.testing.assert_allclose(half.values, own + step / 2, atol=6e-5)
+  # Not discounted, a first turn's return is its score: 1, 0, 1.
+  _, flat = play_gigpo(episodes, 1.0)
+  step = np.array([0.57735, 0, 0, -1.1547, 0, 0, 0.57735, 0])
+  np.testing.assert_allclose(flat.values, own + step, atol=6e-5)
+  # Of the team: episodes 1, 0, 1.
+  team = play_gigpo(episodes, 1.0, over="team", count="episode")[1].values
+  want = np.repeat([0.57735, -1.1547, 0.57735], [3, 3, 2]) + step
+  np.testing.assert_allclose(team, want, atol=6e-5)
+
+
+def test_equal_prompts_of_two_agents_or_groups_are_two_states():
+  anchor, returns = [7] * 6, [3.0, 1, 3, 1, 5, 1]
+  rows = ([1.0] * 6, [0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0], range(6))
+  got = run("gigpo", *rows, anchor=anchor, returns=returns)
+  root = 1 / math.sqrt(2)
+  np.testing.assert_allclose(got.values, [root, -root] * 3, atol=2e-6)
+
+
+def test_returns_of_turns_with_rewards_of_their_own():
+  # 0.2 for the second turn; the first turn is invalid: only it pays for that.
+  turns = [("s", [1], False), ("v", [1], True), ("s", [2], True)]
+  returns, _ = play_gigpo([episode_of(0, 1.0, turns, {1: 0.2})], 0.5)
+  want = [0.25 + 0.5 * 0.2 - 0.1, 0.5 + 0.2, 1]
+  np.testing.assert_allclose(returns, want, rtol=1e-6)
+  # With rewards per agent the verifier's turn is not the solver's gain.
+  apart = {"s": 1.0, "v": -1.0}
+  returns, _ = play_gigpo([episode_of(0, apart, turns, {1: 0.2})], 0.5)
+  np.testing.assert_allclose(returns, [0.25 - 0.1, -0.5 + 0.2, 1], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
   ("name", "over"),
   [
@@ -446,10 +625,18 @@ def test_order_of_rows_does_not_matter(name, options, rows, seed):
     rng.permutation(len(rows[0])),
     rng.integers(1, 9, len(rows[0])),
   )
+  anchor, returns = rng.integers(0, 4, len(order)), rng.random(len(order))
   options = options | dict(averages=AVERAGES)
-  straight = run(name, *rows, tokens=tokens, **options)
+  straight = run(
+    name, *rows, tokens=tokens, anchor=anchor, returns=returns, **options
+  )
   shuffled = run(
-    name, *(x[order] for x in rows), tokens=tokens[order], **options
+    name,
+    *(x[order] for x in rows),
+    tokens=tokens[order],
+    anchor=anchor[order],
+    returns=returns[order],
+    **options,
   )
   np.testing.assert_allclose(
     shuffled.values, straight.values[order], atol=2e-5, rtol=1e-5
@@ -494,6 +681,8 @@ def test_padding_changes_nothing_and_gets_nothing(name, options, per_agent):
     rng.integers(0, 3, 11, np.int32),
     2 * group + rng.integers(0, 2, 11, np.int32),
     rng.integers(1, 9, 11, np.int32),
+    rng.integers(0, 3, 11, np.int32),
+    rng.random(11).astype(np.float32),
   ]
 
   def play(at):

@@ -17,16 +17,18 @@ FLOORS = (
   ("types", "config"),
   (
     *("advantages", "losses", "logprobs", "sampling", "batching", "metrics"),
-    "rewards",
+    *("rewards", "products"),
     *("agents", "orchestras", "environments", "grading", "retrieval"),
-    "datasets",
+    *("datasets", "door"),
   ),
   (
     "sharding",
     "hosts",
     "placement",
     "models",
+    "optimizers",
     "learner",
+    "scores",
     "engine",
     "jetstream_compat",
   ),
@@ -38,7 +40,7 @@ FLOORS = (
     *("manifest", "compare"),
   ),
   ("coordinator",),
-  ("main", "serve"),
+  ("main", "serve", "study"),
 )
 FLOOR = {name: i for i, floor in enumerate(FLOORS) for name in floor}
 
@@ -50,7 +52,7 @@ ONLY = {
   "orchestras": {"types"},
   "environments": {"types", "grading", "retrieval"},
   "grading": {"types", "agents"},  # how a completion is read
-  "retrieval": {"types"},
+  "retrieval": {"types", "door"},
   "datasets": {"types", "config", "grading"},  # the last two: the command
 }
 
@@ -58,6 +60,7 @@ ONLY = {
 LATE = {
   *("orbax", "transformers", "matplotlib", "tensorboardX"),
   *("tensorflow_datasets", "wandb", "pyarrow", "fsspec", "huggingface_hub"),
+  *("bm25s", "safetensors"),
 }
 NEVER = {"torch", "tensorflow", "seqio"}
 

@@ -409,7 +409,7 @@ def test_free_changes_are_returned():
   [
     ("policies__solver__optimizer__learning_rate", 0.5),
     ("policies__solver__loss__clip_low", 0.5),
-    ("policies__solver__micro_batch", 1),
+    ("policies__solver__micro_tokens", 1),
     ("policies__solver__engine__num_slots", 1),
     ("advantage__name", "grpo"),
     ("agents__verifier__sampling__temperature", 0.5),

@@ -103,7 +103,7 @@ WRONG = [
   (
     "policies.alice.optimizer.learning_rte=1e-6",
     "policies.alice.optimizer.learning_rte: unknown key; allowed are "
-    "learning_rate, schedule…clip_norm; did you mean 'learning_rate'?",
+    "name, learning_rate…offload; did you mean 'learning_rate'?",
   ),
   (
     "lr=1e-6",
@@ -128,7 +128,7 @@ WRONG = [
   (
     "policies.alice.optimizer=adam",
     "policies.alice.optimizer: 'adam' is not a group of keys; write a dict "
-    "with learning_rate…clip_norm",
+    "with name, learning_rate…offload",
   ),
   ("steps=many", "steps: 'many' is not allowed; write an integer"),
   ("steps=2.5", "steps: 2.5 is not allowed; write an integer"),
@@ -262,8 +262,33 @@ WRONG = [
     "optimizer.schedule='constant'; remove it",
   ),
   (
-    "policies.bob={'checkpoint': 'x', 'frozen': True, 'remat': True}",
+    "policies.bob.optimizer.name=adam",
+    "policies.bob.optimizer.name: 'adam' not found; allowed are adamw, "
+    "adafactor, muon; rename it, or add a row to OPTIMIZERS in optimizers.py",
+  ),
+  (
+    "policies.bob.optimizer.momentum=0.9",
+    "policies.bob.optimizer.momentum: has no effect with "
+    "optimizer.name='adamw'; remove it",
+  ),
+  (
+    "policies.bob={'checkpoint': 'x', 'adapter': {'rank': 2}, 'optimizer': "
+    "{'offload': True}}",
+    "policies.bob.optimizer.offload: has no effect with adapter, whose state "
+    "is small; remove it",
+  ),
+  (
+    "policies.bob.optimizer={'name': 'adafactor', 'b2': 0.95}",
+    "policies.bob.optimizer.b2: has no effect with "
+    "optimizer.name='adafactor'; remove it",
+  ),
+  (
+    "policies.bob={'checkpoint': 'x', 'frozen': True, 'remat': 'full'}",
     "policies.bob.remat: has no effect with frozen=True; remove it",
+  ),
+  (
+    "policies.bob={'checkpoint': 'x', 'frozen': True, 'attention': 'xla'}",
+    "policies.bob.attention: has no effect with frozen=True; remove it",
   ),
   (
     "policies.bob.engine.cache_tokens=1023",
@@ -284,6 +309,11 @@ WRONG = [
     "advantage.decay=0.5",
     "advantage.decay: has no effect with advantage.name='agent_wise'; remove "
     "it, or write name='rae'",
+  ),
+  (
+    "advantage.gamma=0.5",
+    "advantage.gamma: has no effect with advantage.name='agent_wise'; remove "
+    "it, or write name='gigpo'",
   ),
   (
     "advantage={'name': 'grpo', 'over': 'team'}",
@@ -324,6 +354,61 @@ WRONG = [
     "policies.bob.loss.importance_bound=3",
     "policies.bob.loss.importance_bound: has no effect with loss.importance="
     "'none'; remove it",
+  ),
+  (
+    "policies.bob.loss.kl=k2",
+    "policies.bob.loss.kl: has no effect with loss.kl_weight=0; remove it",
+  ),
+  (
+    "policies.bob.loss.kl_weight=0.1",
+    "policies.bob.loss.kl_weight: 0.1 needs a reference; write policies.bob."
+    "loss.reference=NAME of a frozen policy; there are none; add one with "
+    "frozen=True",
+  ),
+  (
+    "policies.bob.loss={'kl_weight': 0.1, 'reference': 'bob'}",
+    "policies.bob.loss.reference: 'bob' is trained; allowed are frozen "
+    "policies: none; add one with frozen=True",
+  ),
+  (
+    "policies.bob.loss={'kl_weight': 0.1, 'reference': 'carol'}",
+    "policies.bob.loss.reference: 'carol' is no policy; allowed are…",
+  ),
+  (
+    "policies.bob.loss.reward_weight=0",
+    "policies.bob.loss.reward_weight: 0 without kl_weight, so nothing would be "
+    "trained; write…",
+  ),
+  (
+    "agents.solver.overlong_tokens=513",
+    "agents.solver.overlong_tokens: 513 is more than max_tokens=512…lower it",
+  ),
+  (
+    "agents.solver.overlong_penalty=0.5",
+    "agents.solver.overlong_penalty: has no effect with overlong_tokens=0; "
+    "remove it",
+  ),
+  (
+    "agents.solver={'role': 'math.solver', 'policy': 'alice', "
+    "'overlong_tokens': 9, 'overlong_penalty': 0}",
+    "agents.solver.overlong_tokens: has no effect with overlong_penalty=0; "
+    "remove it",
+  ),
+  (
+    "agents.solver.train=False",
+    "policies.alice: train=False for all its agents (solver), so nothing would "
+    "train it; set frozen=True, or train=True for one",
+  ),
+  (
+    "policies.alice.update_phase=1",
+    "policies.alice.update_phase: 1 would never come; write less than "
+    "update_every=1",
+  ),
+  (
+    "data={'sources': {'own': {'name': 'own_team.simple'}}, 'resample': 2, "
+    "'group_size': 1}",
+    "data.resample: the one reward of a group of data.group_size=1 tells "
+    "nothing apart…",
   ),
   (
     "placement.timeout_s=10",
@@ -459,6 +544,141 @@ def test_shares_are_of_policies(read):
     "'alice'?",
     "placement.shares.bob: 0 is out of range; write a value >= 1",
   ]
+
+
+# Nobody speaks with it.
+TEACHER = "policies.teacher={'checkpoint': 'tiny:solver', 'frozen': True}"
+
+
+def kept_near(policy, **loss):
+  loss = {"kl_weight": 0.1, "reference": "teacher"} | loss
+  return f"policies.{policy}.loss={loss!r}"
+
+
+def test_a_reference_needs_no_agent(read):
+  config = read(TEACHER, kept_near("alice"), kept_near("bob", kl="abs"))
+  assert config.references == {"teacher"} and config.agents_of("teacher") == ()
+  assert config.trained == ("alice", "bob")
+  [line] = lines(read, TEACHER)
+  assert line.startswith("policies.teacher: no agent uses it; remove it")
+  [line] = lines(read, TEACHER, "policies.bob.loss.reference=teacher")
+  assert line == (
+    "policies.bob.loss.reference: has no effect with loss.kl_weight=0; remove "
+    "it"
+  )
+  [line] = lines(read, TEACHER, kept_near("bob", kl="k4"))
+  assert fits(
+    line,
+    "policies.bob.loss.kl: 'k4' not found; allowed are k1, k2, k3…KL in "
+    "losses.py",
+  )
+  # It scores in its own compute_dtype, and updates nothing.
+  read(TEACHER, kept_near("bob"), "policies.teacher.compute_dtype=bfloat16")
+  [line] = lines(
+    read, TEACHER, kept_near("bob"), "policies.teacher.num_epochs=2"
+  )
+  assert line == (
+    "policies.teacher.num_epochs: has no effect with frozen=True; remove it"
+  )
+
+
+def test_a_reference_may_be_an_agents(read):
+  frozen = "policies.alice.frozen=true"
+  near = kept_near("bob", reference="alice")
+  assert read(frozen, near).references == {"alice"}
+  # Those of a frozen policy are no references.
+  idle = kept_near("alice", reference="bob")
+  found = lines(read, frozen, near, idle)
+  assert found == [
+    "policies.alice.loss: has no effect with frozen=True; remove it"
+  ]
+
+
+def test_policies_that_share_weights(read):
+  """Adapters on one checkpoint, and a frozen policy that is this checkpoint."""
+  shared = [
+    "policies.bob.checkpoint=tiny:solver",
+    "policies.alice.checkpoint=tiny:solver",
+    "policies.bob.adapter={'rank': 4}",
+  ]
+  assert read(*shared).backbones == {"alice": ("alice",), "bob": ("bob",)}
+  both = (*shared, "policies.alice.adapter={'rank': 4}")
+  assert read(*both).backbones == {"alice+bob": ("alice", "bob")}
+  frozen = (*shared, "policies.alice.frozen=True")
+  assert read(*frozen).backbones == {"bob+alice": ("bob", "alice")}
+  [line] = lines(read, *both, "policies.bob.optimizer.learning_rate=1.0")
+  assert line == (
+    "policies.bob.optimizer.learning_rate: 1.0 is not the 1e-06 of 'alice', "
+    "with which it shares the weights of 'tiny:solver'; write that, or give "
+    "one of the two a copy of the checkpoint"
+  )
+  [line] = lines(read, *frozen, "policies.alice.engine.num_slots=3")
+  assert line.startswith("policies.alice.engine.num_slots: 3 is not the 32 ")
+  read(*both, "policies.bob.update_every=2")  # when it is updated is its own
+  [line] = lines(read, *shared, "policies.bob.adapter={'targets': ('q', 'q')}")
+  assert line.startswith("policies.bob.adapter.targets: ")
+
+
+def test_distillation(read):
+  """By the distance alone; what rewards drive has then no effect."""
+  loss = (
+    read(TEACHER, kept_near("bob", reward_weight=0, kl="k2"))
+    .policies["bob"]
+    .loss
+  )
+  assert (loss.reward_weight, loss.kl_weight, loss.kl) == (0, 0.1, "k2")
+  [line] = lines(read, TEACHER, kept_near("bob", reward_weight=0, kl="k1"))
+  assert fits(line, "policies.bob.loss.kl: 'k1' has no gradient on average…")
+  [line] = lines(
+    read, TEACHER, kept_near("bob", reward_weight=0, clip_high=0.3)
+  )
+  assert line == (
+    "policies.bob.loss.clip_high: has no effect with loss.reward_weight=0; "
+    "remove it"
+  )
+
+
+def test_an_agents_part_in_the_loss(read):
+  shared = ("policies.alice.checkpoint=x", "agents.verifier.policy=alice")
+  raw = copy.deepcopy(RAW)
+  del raw["policies"]["bob"]
+  config = read(
+    *shared,
+    "agents.solver.train=false",
+    "agents.verifier.loss_weight=2",
+    raw=raw,
+  )
+  assert not config.agents["solver"].train
+  [line] = lines(
+    read,
+    *shared,
+    "agents.solver.train=false",
+    "agents.solver.loss_weight=2",
+    raw=raw,
+  )
+  assert line == (
+    "agents.solver.loss_weight: has no effect with train=False; remove it"
+  )
+  assert lines(
+    read,
+    "policies.bob.frozen=true",
+    "agents.verifier.train=false",
+    "agents.verifier.loss_weight=2",
+  ) == [
+    "agents.verifier.train: has no effect with policies.bob.frozen=True; "
+    "remove it",
+    "agents.verifier.loss_weight: has no effect with policies.bob.frozen=True; "
+    "remove it",
+  ]
+
+
+def test_alternating_updates(read):
+  config = read("policies.bob.update_every=3", "policies.bob.update_phase=2")
+  assert config.policies["bob"].update_phase == 2
+  [line] = lines(
+    read, "policies.bob.update_every=2", "policies.bob.update_phase=2"
+  )
+  assert fits(line, "policies.bob.update_phase: 2 would never come…every=2")
 
 
 def test_modes_need_different_things(read):
@@ -605,6 +825,7 @@ def test_table_names_are_the_tables():
   estimators = config_lib.table_names("advantages", "ESTIMATORS")
   assert estimators == tuple(advantages.ESTIMATORS)
   assert config_lib.table_names("losses", "LOSSES") == tuple(losses.LOSSES)
+  assert config_lib.table_names("losses", "KL") == tuple(losses.KL)
 
 
 def test_check_is_light(root, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from drmas_jax import config as config_lib
 from drmas_jax import placement
-from drmas_jax.models import weights
+from drmas_jax.models import transformer, weights
 
 pytestmark = pytest.mark.quick
 
@@ -58,7 +58,9 @@ def test_the_papers_hyper_parameters(path):
 
 
 @pytest.mark.parametrize("path", PAPER, ids=lambda p: p.stem)
-def test_the_papers_rows_are_planned_without_their_weights(path):
+def test_the_papers_rows_are_planned_without_their_weights(path, monkeypatch):
+  # They are for devices whose kernels read the cache as it lies.
+  monkeypatch.setattr(transformer, "fused", lambda *_: True)
   config = config_lib.read(path, ["placement.device_memory_gb=80"])
   models = {
     name: weights.public_sizes(policy.checkpoint)

@@ -451,6 +451,8 @@ def test_what_an_episode_depends_on():
     "policies.solver.engine.num_slots=16",
     "policies.solver.optimizer.learning_rate=0.5",
     "agents.solver.invalid_penalty=0.5",
+    "agents.solver.overlong_tokens=3",
+    "agents.solver.loss_weight=2",
     "rollout.turn_timeout_s=5",
     "data.num_tasks=8",
   ):

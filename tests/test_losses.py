@@ -280,6 +280,82 @@ def test_importance_weights_by_hand(kind, want):
   assert not jax.grad(total)(jnp.log(rho)).any()
 
 
+# -- distance to a reference ---------------------------------------------------
+
+
+@pytest.mark.parametrize("case", range(len(GOLDEN)))
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3_capped", "abs"])
+def test_kl_has_the_references_numbers(kind, case):
+  """In the last case the cap decides."""
+  case = GOLDEN[case]
+  got = losses.KL[kind](
+    jnp.array(case["logprobs"]), jnp.array(case["old_logprobs"])
+  )
+  np.testing.assert_allclose(got, case["expected"]["kl"][kind], atol=1e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+  ("kind", "d", "value", "slope"),
+  [
+    ("k1", -1.0, -1.0, 1.0),
+    ("k1", 0.0, 0.0, 1.0),
+    ("k2", -2.0, 2.0, -2.0),
+    ("k2", 0.5, 0.125, 0.5),
+    ("k3", 0.0, 0.0, 0.0),
+    ("k3", -1.0, np.e - 2, 1 - np.e),  # spot check of the reference's notes
+    ("k3", 2.0, np.exp(-2) + 1, 1 - np.exp(-2)),
+    ("k3", -200.0, np.expm1(20) - 20, 0.0),  # would overflow
+    ("k3_capped", -1.0, np.e - 2, 1 - np.e),
+    ("k3_capped", -3.0, 10.0, 0.0),
+    ("abs", -3.0, 3.0, -1.0),
+    ("abs", 0.0, 0.0, 0.0),
+    ("abs", 3.0, 3.0, 1.0),
+  ],
+)
+def test_kl_by_hand(kind, d, value, slope, jit):
+  def f(logprob):
+    return losses.KL[kind](logprob, jnp.float32(-1.5))
+
+  grad = jax.value_and_grad(f)
+  got = (jax.jit(grad) if jit else grad)(jnp.float32(d - 1.5))
+  np.testing.assert_allclose(got, (value, slope), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+  ("kind", "biased", "of"),
+  [
+    ("k1", False, None),
+    ("k2", True, "policy"),
+    ("k3", False, "reference"),
+    ("abs", True, None),
+  ],
+)
+def test_what_each_kl_teaches(kind, biased, of):
+  """Means over a policy's samples, exactly: those of the value, and of the
+  gradient, which is that of the distance one way round, the other, or nothing
+  (k1), or of neither (abs)."""
+  logits = jnp.array([0.3, -1.0, 0.8, 0.1])
+  reference = jax.nn.log_softmax(jnp.array([-0.5, 0.2, 0.4, 0.0]))
+
+  def distance(logits, of):
+    own = jax.nn.log_softmax(logits)
+    one, other = (own, reference) if of == "policy" else (reference, own)
+    return jnp.sum(jnp.exp(one) * (one - other))
+
+  def mean(logits):
+    own = jax.nn.log_softmax(logits)
+    drawn = jax.lax.stop_gradient(jnp.exp(own))  # samples have no gradient
+    return jnp.sum(drawn * losses.KL[kind](own, reference))
+
+  value, slope = jax.value_and_grad(mean)(logits)
+  assert np.isclose(value, distance(logits, "policy"), rtol=1e-5) != biased
+  for which in ("policy", "reference"):
+    wanted = jax.grad(distance)(logits, which)
+    assert np.allclose(slope, wanted, atol=1e-6) == (which == of)
+  assert np.allclose(slope, 0, atol=1e-6) == (kind == "k1")
+
+
 def test_aggregate_by_hand():
   lengths, counted = np.array([4, 0, 1, 5]), np.array([1, 1, 1, 0], bool)
   for kind, weights, denominator in (

@@ -55,7 +55,7 @@ def test_it_leaves_what_a_user_looks_for(job):
     *("manifest.json", "eval", "scores.json"),
   }
   config = json.loads((workdir / "config.json").read_text())
-  assert config["steps"] == 3 and config["policies"]["solver"]["micro_batch"]
+  assert config["steps"] == 3 and config["policies"]["solver"]["micro_tokens"]
   assert (workdir / "report.png").read_bytes().startswith(b"\x89PNG")
   assert {p.name for p in (workdir / "checkpoints").iterdir()} == {"2", "3"}
   (events,) = (workdir / "tensorboard").iterdir()
@@ -202,7 +202,7 @@ def get_config():
   for name in {policies}:
     policy = config.policies[name]
     policy.frozen = True
-    del policy.optimizer, policy.row_buckets, policy.micro_batch
+    del policy.optimizer, policy.row_buckets, policy.micro_tokens
   return config
 """)
   return path
@@ -217,7 +217,7 @@ def check_slices(backbones):
     for sampler in made.sampler.samplers:
       own = sampler.engine
       used += own.mesh.devices.flat
-      assert sampler.counts.completion_tokens and own.version == made.updates
+      assert sampler.counts.completion_tokens and own.version == made.version
       want = backbone.transformer.unstack(trained)
       jax.tree.map(np.testing.assert_array_equal, own.params, want)
   assert len(set(used)) == len(used) == 8
@@ -394,7 +394,9 @@ def make(num_devices=8, num_slots=8, **placed):
   }
   plan = placement.plan(config, models, jax.devices()[:num_devices])
   backbones = {
-    name: backbone.Backbone(name, config, plan.slices[name], model, TINY / name)
+    name: backbone.Backbone(
+      [name], config, plan.slices[name], model, TINY / name
+    )
     for name, model in models.items()
   }
   for made in backbones.values():
@@ -408,7 +410,7 @@ def play(config, backbones):
   made = rollout.Rollout(
     rollout.Team(config), {n: b.sampler for n, b in backbones.items()}, config
   )
-  tasks = coordinator._stream(config).tasks(0, config.data.num_tasks)
+  tasks = coordinator.stream(config).tasks(0, config.data.num_tasks)
   key = sampling.root_key(config.seed, "train")
   try:
     return made.collect(tasks, config.data.group_size, key)
@@ -446,8 +448,9 @@ def update(backbones, groups, values):
   rows = rewards.row_scores(groups, dict.fromkeys(("solver", "verifier"), 0.1))
   outputs = {}
   for name, made in backbones.items():
-    work = made.work(rows, values)
-    outputs[name] = made.update(rows, values, work, work.size, work.tokens)[0]
+    work = made.work(rows, values, [name])
+    (done,) = made.update(rows, values, work, [work.numbers()])
+    outputs[name] = done.output
   return placement.fetch(outputs)
 
 
@@ -466,7 +469,7 @@ def test_one_update_is_the_same_on_one_device_and_on_4_and_4(one_device):
     np.testing.assert_allclose(
       one[name].grad_norm, four[name].grad_norm, rtol=1e-4
     )
-    assert one[name].grad_norm > 0 and one[name].ratio_error < 1e-3
+    assert one[name].grad_norm[0] > 0 and one[name].ratio_error[0] < 1e-3
     before, got, want = (
       jax.tree.leaves(placement.fetch(s))
       for s in (start[name], split[name].state, backbones[name].state)
@@ -508,11 +511,8 @@ def refused(tmp_path, capsys, *flags):
       ("checkpoint='tiny:nobody': not shipped", "tiny:solver"),
     ),
     (
-      "--config.policies.solver.micro_batch=3",
-      (
-        "policies.solver.micro_batch: 3 rows cannot be laid on a mesh",
-        "allowed are multiples of 8; set it to 8",
-      ),
+      "--config.policies.solver.micro_tokens=0",
+      ("policies.solver.micro_tokens: 0 is out of range; write", ">= 1"),
     ),
     (
       "--config.policies.verifier.engine.cache_tokens=40",

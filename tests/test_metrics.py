@@ -308,6 +308,8 @@ def test_hosts_are_merged_by_what_they_count():
   two = {"turns/a": 3.0, "valid/a": 0.0, "logprob_gap_max/a": 1.0}
   one |= {"kappa/a": 2.0, "kappa_groups/a": 1.0, "grad_norm/p": 0.5}
   two |= {"kappa_groups/a": 0.0, "grad_norm/p": 0.5}
+  one |= {"resample_rounds/team": 2.0, "resample_dropped/team": 3.0}
+  two |= {"resample_rounds/team": 2.0, "resample_dropped/team": 0.0}
   assert metrics.merge([one, two]) == {
     "turns/a": 4.0,
     "valid/a": 0.25,
@@ -315,6 +317,8 @@ def test_hosts_are_merged_by_what_they_count():
     "kappa/a": 2.0,
     "kappa_groups/a": 1.0,
     "grad_norm/p": 0.5,
+    "resample_rounds/team": 2.0,
+    "resample_dropped/team": 3.0,
   }
   assert metrics.merge([one]) == one
 
@@ -346,29 +350,51 @@ def test_hosts_with_unequal_shares_are_merged_as_one():
   assert whole["episodes_in/verifier"] == 2 and whole["groups_in/solver"] == 3
 
 
-def test_an_update_that_was_skipped_says_nothing():
-  """Rule 12: no metric is NaN."""
+def update(norms=None, finite=True, kl=None, tokens=4.0):
+  """Of one policy, in which agent 0 has tokens and agent 1 none."""
   sums = SimpleNamespace(
-    tokens=np.array([4.0, 0.0]),
+    tokens=np.array([tokens, 0.0]),
     clipped=np.array([1.0, 0.0]),
     dual_clipped=np.zeros(2),
     importance=np.array([3.0, 0.0]),
     importance_cut=np.array([2.0, 0.0]),
     log_ratio_abs=np.array([2.0, 0.0]),
     log_ratio_max=np.array([1.5, 0.0]),
+    kl=kl,
   )
   output = SimpleNamespace(
-    loss=0.1, grad_norm=0.2, finite=True, ratio_error=0.0, sums=sums
+    loss=np.array([0.1 if finite else math.nan]),
+    grad_norm=np.array([0.2]),
+    finite=np.array([finite]),
+    ratio_error=np.array([0.0]),
+    sums=sums,
   )
-  found = metrics.update(output, np.array([0.3, 0.4]), "p", {"a": 0, "b": 1})
+  return SimpleNamespace(output=output, live=np.array([True]), norms=norms)
+
+
+def test_an_update_that_was_skipped_says_nothing():
+  """Rule 12: no metric is NaN."""
+  both, one = {"p": {"a": 0, "b": 1}}, {"p": {"a": 0}}
+  found = metrics.update([update(np.array([0.3, 0.4]))], both)
   assert found["clip_fraction/a"] == 0.25 and found["logprob_gap/a"] == 0.5
   assert found["importance/a"] == 0.75 and found["importance_cut/a"] == 0.5
-  assert "clip_fraction/b" not in found
+  assert "clip_fraction/b" not in found and "kl/a" not in found
   assert found["grad_norm/p/b"] == 0.4
-  alone = metrics.update(output, None, "p", {"a": 0})
+  alone = metrics.update([update()], one)
   assert alone["grad_norm/p/a"] == alone["grad_norm/p"] == 0.2
-  output.finite, output.loss = False, math.nan
-  assert metrics.update(output, None, "p", {"a": 0}) == {}
+  assert metrics.update([update(finite=False)], one) == {}
+  assert metrics.update([update(finite=False), update()], one) == alone
+
+
+def test_the_distance_is_a_mean_over_the_tokens_of_all_updates():
+  found = metrics.update(
+    [
+      update(kl=np.array([2.0, 0.0])),
+      update(kl=np.array([1.0, 0.0]), tokens=8),
+    ],
+    {"p": {"a": 0, "b": 1}},
+  )
+  assert found["kl/a"] == 0.25 and "kl/b" not in found
 
 
 @pytest.mark.parametrize(

@@ -501,15 +501,28 @@ def _assert_trees_close(a, b, atol):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
 
 
-def test_gradient_is_finite_and_the_same_with_remat_and_unroll(params):
+def test_gradient_is_finite_and_the_same_unrolled(params):
   inputs = _inputs(_tokens(2, 8), segment_ids=np.repeat([[1], [0]], 8, axis=1))
   _, grads = _value_and_grad(params, inputs, CONFIG)
   for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
     assert np.isfinite(leaf).all(), path
     assert np.abs(leaf).max() > 0, path
-  config = dataclasses.replace(CONFIG, remat=True, unroll=1)
+  config = dataclasses.replace(CONFIG, unroll=1)
   _, other = _value_and_grad(params, inputs, config)
   _assert_trees_close(other, grads, 1e-6)
+
+
+def test_remat_saves_memory_and_no_gradient_differs(params):
+  inputs, found = _inputs(_tokens(8, 64)), {}
+  for remat in ("none", "dots", "full"):
+    config = dataclasses.replace(CONFIG, remat=remat, unroll=1)
+    program = _value_and_grad.lower(params, inputs, config).compile()
+    memory = program.memory_analysis().temp_size_in_bytes
+    found[remat] = memory, program(params, inputs)[1]
+  _assert_trees_close(found["dots"][1], found["none"][1], 1e-6)
+  _assert_trees_close(found["full"][1], found["none"][1], 1e-6)
+  none, dots, full = (found[remat][0] for remat in ("none", "dots", "full"))
+  assert full < dots < 0.75 * none, (none, dots, full)
 
 
 @pytest.mark.quick

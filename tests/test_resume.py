@@ -87,8 +87,9 @@ def test_killed_again_and_again(straight, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_estimators_averages_go_on(tmp_path):
+def test_an_estimators_averages_and_fresh_tasks_go_on(tmp_path):
   flags = (
+    "--config.data.resample=2",
     "--config.advantage.name=rae",
     "--config.advantage.decay=0.8",
     "--config.eval.num_tasks=0",
@@ -97,11 +98,13 @@ def test_an_estimators_averages_go_on(tmp_path):
   for workdir, steps in ((whole, 3), (parts, 2), (parts, 3)):
     code, said = small_run.run(workdir, *flags, f"--config.steps={steps}")
     assert code == 0, said
-  found = [
-    checkpoint.Checkpoints(workdir, read_only=True).run().extra["averages"]
+  runs = [
+    checkpoint.Checkpoints(workdir, read_only=True).run()
     for workdir in (whole, parts)
   ]
+  found = [run.extra["averages"] for run in runs]
   assert found[0] == found[1] != [[0, 0], [0, 0]]
+  assert runs[0].cursor == runs[1].cursor > 3 * 4
   small_run.assert_equal(small_run.state(parts, 3), small_run.state(whole, 3))
   assert small_run.metrics(parts) == small_run.metrics(whole)
 

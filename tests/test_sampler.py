@@ -71,7 +71,17 @@ def check_nothing_is_held(made):
   heads = {page for h in prefixes._heads.values() for page in h.pages}
   pages = prefixes.pages
   assert pages.num_free + len(heads) == pages.num - 1
-  assert pages.num_pinned == 0 and not prefixes.prompts and not made._left
+  assert pages.num_pinned == 0 and not prefixes.prompts and not made._groups
+
+
+def test_who_never_comes_is_not_waited_for_when_its_episode_is_over():
+  made = make()
+  (prompt,) = ids(20)
+  run(made, [request((0, e, 0), prompt, shared_by=3) for e in range(2)])
+  assert made._prefixes.prompts
+  for episode in range(3):
+    made.forget(0, episode)
+  check_nothing_is_held(made)
 
 
 # -- episodes: chats, groups and heads, in any order ---------------------------
@@ -285,7 +295,8 @@ def test_the_parent_with_most_in_common_is_gone_on_from():
   assert start(apart, ()).start == 0
   assert start(apart, shared_by=2).start == 0
   # The longer of both, of a head and a parent.
-  assert start(apart, parents[:1], head=19).head == apart[:19].tobytes()
+  head = 0, apart[:19].tobytes()
+  assert start(apart, parents[:1], head=19).head == head
   assert start(apart, parents[:1], head=18).turn is turns[0]
   assert start(trunk[:20], (), head=20).start == 0, "nothing would be left"
 

@@ -226,18 +226,17 @@ def backbones_on_one_device(config):
   from drmas_jax import backbone, placement
   from drmas_jax.models import weights
 
-  frozen = {
-    n: dataclasses.replace(p, frozen=True) for n, p in config.policies.items()
-  }
-  config = dataclasses.replace(config, policies=frozen)
   folders = {
-    n: backbone.checkpoint_folder(p.checkpoint) for n, p in frozen.items()
+    n: backbone.checkpoint_folder(p.checkpoint)
+    for n, p in config.policies.items()
   }
   models = {n: weights.read_config(f) for n, f in folders.items()}
-  plan = placement.plan(config, models, jax.devices()[:1])
+  plan = placement.plan(config, models, jax.devices()[:1], train=False)
   made = {
-    n: backbone.Backbone(n, config, plan.slices[n], models[n], folders[n])
-    for n in frozen
+    n: backbone.Backbone(
+      [n], config, plan.slices[n], models[n], folders[n], train=False
+    )
+    for n in models
   }
   for one in made.values():
     one.load()
@@ -644,10 +643,10 @@ def test_a_workdir_is_served_until_sigterm(root, tmp_path):
   config = small(root)
   backbones = coordinator._build(config)
   states = {}
-  for name, one in backbones.items():
-    states[name] = jax.tree.map(
+  for one in backbones.values():
+    states |= jax.tree.map(
       lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding),
-      one.abstract_state(),
+      one.abstract_states(),
     )
   run = checkpoint.Run(
     step=7,

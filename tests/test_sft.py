@@ -29,7 +29,8 @@ def test_demonstrations_that_do_not_fit(override, message):
   config = config_lib.read(CONFIG, [f"agents.solver.{override}"], "sft")
   backbone = types.SimpleNamespace(
     tokenizer=Tokenizer.load(TINY),
-    agents=("solver",),
+    names=("solver",),
+    agents={"solver": {"solver": 0}},
     policy=config.policies["solver"],
   )
   shown = sft._Demonstrations(

@@ -158,14 +158,9 @@ def test_the_learner_scores_as_the_sampler_did(policy, turns, num_slots):
     head_chunk=128,
   )
   played = turns[num_slots]
-  batch = batching.pack(
-    played,
-    range(len(played)),
-    [0] * len(played),
-    num_micro=4,
-    micro_batch=4,
-    length=256,
-  )
+  shape = batching.Shape(4, 4, 256, 3)
+  places = range(len(played))
+  batch = batching.pack(played, places, [0] * len(played), shape)
   scored = learner.programs(spec).score(
     params,
     placement.global_batch(batch, mesh),
@@ -189,9 +184,8 @@ def test_the_end_token_is_trained_though_it_is_also_the_pad(policy, turns):
     assert turn.completion_ids[-1] == 2
     assert 2 in turn.prompt_ids  # earlier ends of turn are seen
     total = len(turn.prompt_ids) + len(turn.completion_ids)
-    batch = batching.pack(
-      [turn], [0], [0], num_micro=1, micro_batch=1, length=total + 3
-    )
+    shape = batching.Shape(1, 1, total + 3, 1)
+    batch = batching.pack([turn], [0], [0], shape)
     segments, mask = batch.segment_ids[0, 0], batch.mask[0, 0]
     assert segments.tolist() == [1] * total + [0] * 3
     assert mask[total - 1] == 1 and mask.sum() == len(turn.completion_ids)

@@ -103,7 +103,8 @@ def _list() -> None:
   print("Public sets, built from files or from the Hugging Face hub:")
   for name, row in public.SETS.items():
     print(f"  {name:14}{', '.join(row.splits):13}{row.repo:31}{row.about}")
-  print("Generated: arithmetic, sums (train, test). Your own rows: own.")
+  print("Generated: arithmetic, sums, two_hop (train, test).")
+  print("Your own rows: own.")
 
 
 # -- from names to sources -----------------------------------------------------

@@ -22,8 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from drmas_jax import sharding
-from drmas_jax.models import layers
+from drmas_jax import products, sharding
 
 Implementation = Literal["tpu", "gpu"]
 Scales = tuple[Float[Array, "N K page"], Float[Array, "N K page"]]
@@ -195,7 +194,7 @@ def _tpu_kernel(row_of, starts, lengths, table, q, keys, values, *refs, **how):
   start = (step - starts[row]) * keys.shape[-1]  # tokens before this page
   dot = functools.partial(
     jnp.einsum,
-    precision=layers.precision(q.dtype),
+    precision=products.precision(q.dtype),
     preferred_element_type=jnp.float32,
   )
 
@@ -295,7 +294,7 @@ def _gpu_kernel(table, lengths, q, keys, values, *refs, span):
   size = keys.shape[-1]
   tile = min(size, _TILE)
   queries, length = q[...], lengths[0]
-  dot = functools.partial(plgpu.dot, precision=layers.precision(q.dtype))
+  dot = functools.partial(plgpu.dot, precision=products.precision(q.dtype))
 
   def body(i, carry):
     most, total, weighted = carry

@@ -1,10 +1,14 @@
 """The arithmetic of a decoder layer: arrays in, arrays out, no parameters.
 
-Products run in the dtype of the activations; norms, rotary embedding and
-softmax in float32. Two shapes are chosen for XLA's CPU code and cost nothing
-elsewhere: products on flattened [B*T, D] rows, and grouped-query attention as
-[G*T, C] x [C, S] per row and kv head (no repeated keys, no 5-d einsum). Here
-G is the number of query heads per kv head.
+Numbers are rounded to the compute dtype where a product takes them, and nowhere
+else: products sum in float32 and return it; norms, rotary embedding, softmax
+and the sum over the layers are float32. So a bfloat16 sampler and learner,
+whose programs differ, round the same numbers.
+
+Two shapes are chosen for XLA's CPU code and cost nothing elsewhere: products on
+flattened [B*T, D] rows, and grouped-query attention as [G*T, C] x [C, S] per
+row and kv head (no repeated keys, no 5-d einsum). Here G is the number of query
+heads per kv head.
 """
 
 import dataclasses
@@ -14,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from drmas_jax import products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,22 +46,11 @@ def product(
 ) -> Float[Array, "*dims"]:
   """Contracts the last `num_in` dims of x [B, T, *in] with w [*in, *out].
 
-  float32 means float32 on every backend: a TPU would otherwise round to
-  bfloat16 and a GPU to TF32.
+  In the dtype of x, summed and returned in float32.
   """
   rows, size = x.shape[:2], math.prod(w.shape[:num_in])
-  y = jnp.dot(
-    x.reshape(-1, size),
-    w.astype(x.dtype).reshape(size, -1),
-    precision=precision(x.dtype),
-  )
+  y = products.dot(x.reshape(-1, size), w.astype(x.dtype).reshape(size, -1))
   return y.reshape(*rows, *w.shape[num_in:])
-
-
-def precision(dtype: jnp.dtype) -> jax.lax.Precision:
-  if dtype == jnp.float32:
-    return jax.lax.Precision.HIGHEST
-  return jax.lax.Precision.DEFAULT
 
 
 def rope_frequencies(
@@ -108,12 +103,13 @@ def attend(
 ) -> Float[Array, "B T H C"]:
   """softmax(q k / sqrt(C)) v, each group of H / K query heads on its kv head.
 
+  Weights are not rounded: a sampler that joins pages would do it elsewhere.
   Every token must see at least one entry (itself).
   """
   rows, num_tokens, num_heads, head_dim = q.shape
   kv_heads, length = values.shape[1:3]
   group = num_heads // kv_heads
-  exact = precision(q.dtype)
+  exact = products.precision(q.dtype)
   q = q.reshape(rows, num_tokens, kv_heads, group, head_dim)
   q = q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, head_dim)
   scores = jnp.matmul(
@@ -124,9 +120,10 @@ def attend(
     scores * head_dim**-0.5,
     jnp.finfo(jnp.float32).min,
   )
-  weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+  weights = jax.nn.softmax(scores, axis=-1)
   weights = weights.reshape(rows, kv_heads, -1, length)
-  out = jnp.matmul(weights, values, precision=exact)
+  out = jnp.matmul(weights, values.astype(jnp.float32), precision=exact)
+  out = out.astype(q.dtype)
   out = out.reshape(rows, kv_heads, group, num_tokens, head_dim)
   return out.transpose(0, 3, 1, 2, 4).reshape(
     rows, num_tokens, num_heads, head_dim

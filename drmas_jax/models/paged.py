@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from drmas_jax import sharding
-from drmas_jax.models import kernels, layers
+from drmas_jax import products, sharding
+from drmas_jax.models import kernels
 
 AXES = {
   "keys": ("pages", "cache_heads", "head_dim", "length"),
@@ -214,7 +214,7 @@ def _scores(q, cache, take, seen) -> jax.Array:
   scores = jnp.matmul(
     q,
     take(cache["keys"]).astype(q.dtype),
-    precision=layers.precision(q.dtype),
+    precision=products.precision(q.dtype),
     preferred_element_type=jnp.float32,
   )
   scores *= q.shape[-1] ** -0.5
@@ -224,14 +224,14 @@ def _scores(q, cache, take, seen) -> jax.Array:
 
 
 def _weighted(weights, cache, take, dtype) -> jax.Array:
-  """weights [N, K, Q, page] times the values of the pages, in float32."""
+  """weights [N, K, Q, page] times the values of the pages, in float32 as in
+  `layers.attend`; `dtype` is the queries'."""
   if "value_scales" in cache:
     weights *= take(cache["value_scales"])[:, :, None]
   return jnp.matmul(
-    weights.astype(dtype),
-    take(cache["values"]).astype(dtype),
-    precision=layers.precision(dtype),
-    preferred_element_type=jnp.float32,
+    weights,
+    take(cache["values"]).astype(jnp.float32),
+    precision=products.precision(dtype),
   )
 
 

@@ -24,8 +24,8 @@ from flax import linen as nn
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from drmas_jax import sharding
-from drmas_jax.models import kernels, layers, paged
+from drmas_jax import products, sharding
+from drmas_jax.models import adapters, attention, kernels, layers, paged
 from drmas_jax.models.layers import RopeScaling
 
 Params = dict[str, Any]
@@ -41,7 +41,10 @@ class DecoderConfig:
     vocab_size: rows of the embedding, padded ones included.
     max_positions: longest sequence that the checkpoint claims to handle.
     compute_dtype: "float32" or "bfloat16", of activations.
-    remat: recompute a layer's activations in the backward pass.
+    attention: of a pass without a cache, as `attention.resolve` takes it.
+    remat: what of a layer the backward pass computes again: "none", "dots"
+      (all but the products) or "full".
+    adapter_scale: alpha / rank of the adapters, where there are any.
     unroll: layers per iteration of the training scan; 0 lets the backend
       decide (`_unroll`).
   """
@@ -62,7 +65,9 @@ class DecoderConfig:
   qkv_bias: bool = False
   qk_norm: bool = False
   compute_dtype: str = "float32"
-  remat: bool = False
+  attention: str = "auto"
+  remat: str = "none"
+  adapter_scale: float = 1.0
   unroll: int = 0
 
 
@@ -73,7 +78,7 @@ class Inputs(NamedTuple):
     tokens: [B, T] int32.
     positions: [B, T] int32, within the segment.
     segment_ids: [B, T] int32, 0 for padding.
-    policy_index: [B] int32, the adapter of a row; 0 until adapters exist.
+    policy_index: [B] int32, whose adapter a row has; see `models/adapters.py`.
   """
 
   tokens: Int[Array, "B T"]
@@ -89,14 +94,16 @@ class View(NamedTuple):
     positions: [B, T].
     sin: [B, T, 1, C/2], rotary.
     cos: [B, T, 1, C/2].
-    mask: [B, T, T], True where a token may look, where there is no cache.
+    segment_ids: [B, T], what a token sees where there is no cache.
+    policy_index: [B], as in `Inputs`.
     pages: where the rows' tokens are, where there is one.
   """
 
   positions: jax.Array
   sin: jax.Array
   cos: jax.Array
-  mask: jax.Array | None
+  segment_ids: jax.Array
+  policy_index: jax.Array
   pages: paged.Pages | None
 
   @property
@@ -117,7 +124,9 @@ def _param(
   axes: sharding.Axes,
   init: Callable | None = None,
 ) -> jax.Array:
-  """Declares a parameter; without `init` it is normal, of variance 1/fan-in.
+  """Declares a parameter, and returns it in the compute dtype.
+
+  Without `init` it is normal, of variance 1/fan-in.
 
   (A fixed deviation of 0.02, as in large models, leaves a narrow one untrained
   for hundreds of steps.)
@@ -127,8 +136,30 @@ def _param(
     inputs = shape[:1] if axes[0] == "embed" else shape[:-1]
     width = shape[-1] if axes[0] == "vocab" else math.prod(inputs)
     init = nn.initializers.normal(width**-0.5)
-  return module.param(
+  value = module.param(
     name, nn.with_logical_partitioning(init, axes), shape, jnp.float32
+  )
+  return products.rounded(value, module.config.compute_dtype)
+
+
+def _project(
+  module: nn.Module,
+  name: str,
+  x: jax.Array,
+  w: jax.Array,
+  view: View,
+  num_in: int = 1,
+) -> jax.Array:
+  """A product with a weight, and with the adapters of that name if any."""
+  y = layers.product(x, w, num_in)
+  if not module.has_variable("adapters", name):
+    return y
+  return y + adapters.delta(
+    module.get_variable("adapters", name),
+    x,
+    view.policy_index,
+    module.config.adapter_scale,
+    trained=view.pages is None,
   )
 
 
@@ -146,14 +177,17 @@ class Attention(nn.Module):
     w_k = _param(self, "k", (d, k, hd), ("embed", *kv_heads))
     w_v = _param(self, "v", (d, k, hd), ("embed", *kv_heads))
     w_o = _param(self, "o", (h, hd, d), (*heads, "embed"))
-    qkv = [layers.product(x, w) for w in (w_q, w_k, w_v)]
+    qkv = [
+      _project(self, name, x, w, view)
+      for name, w in (("q", w_q), ("k", w_k), ("v", w_v))
+    ]
     if c.qkv_bias:
       biases = (
         _param(self, "q_bias", (h, hd), heads, _zeros),
         _param(self, "k_bias", (k, hd), kv_heads, _zeros),
         _param(self, "v_bias", (k, hd), kv_heads, _zeros),
       )
-      qkv = [y + b.astype(y.dtype) for y, b in zip(qkv, biases, strict=True)]
+      qkv = [y + b for y, b in zip(qkv, biases, strict=True)]
     q, k, v = qkv
     if c.qk_norm:
       q_scale = _param(self, "q_norm", (hd,), ("head_dim",), _ones)
@@ -161,16 +195,17 @@ class Attention(nn.Module):
       q = layers.rms_norm(q, q_scale, c.norm_eps)
       k = layers.rms_norm(k, k_scale, c.norm_eps)
     q, k = (layers.rope(n, view.sin, view.cos) for n in (q, k))
+    q, k, v = (n.astype(c.compute_dtype) for n in (q, k, v))
     if cache is None:
       q = sharding.constrain(q, ("batch", "length", *heads), mesh)
-      keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-      out = layers.attend(q, keys, values, view.mask)
+      kind = attention.resolve(c.attention, mesh, hd, c.compute_dtype)
+      out = attention.attend(q, k, v, view.segment_ids, kind=kind, mesh=mesh)
     else:
       held = ("slots", "length", "cache_heads", None)
       q, k, v = (sharding.constrain(n, held, mesh) for n in (q, k, v))
       cache = paged.append(cache, k, v, view.positions, view.pages)
       out = paged.attend(q, cache, view.positions, view.pages, mesh)
-    return layers.product(out, w_o, num_in=2), cache
+    return _project(self, "o", out, w_o, view, num_in=2), cache
 
 
 class Mlp(nn.Module):
@@ -184,9 +219,11 @@ class Mlp(nn.Module):
     gate = _param(self, "gate", (d, f), ("embed", "mlp"))
     up = _param(self, "up", (d, f), ("embed", "mlp"))
     down = _param(self, "down", (f, d), ("mlp", "embed"))
-    y = jax.nn.silu(layers.product(x, gate)) * layers.product(x, up)
+    y = jax.nn.silu(_project(self, "gate", x, gate, view))
+    y *= _project(self, "up", x, up, view)
+    y = y.astype(self.config.compute_dtype)
     y = sharding.constrain(y, (view.rows, "length", "mlp"), mesh)
-    return layers.product(y, down)
+    return _project(self, "down", y, down, view)
 
 
 class Block(nn.Module):
@@ -201,10 +238,10 @@ class Block(nn.Module):
       self, "attention_norm", (c.embed_dim,), ("embed",), _ones
     )
     mlp_norm = _param(self, "mlp_norm", (c.embed_dim,), ("embed",), _ones)
-    y = layers.rms_norm(x, attention_norm, c.norm_eps)
+    y = layers.rms_norm(x, attention_norm, c.norm_eps).astype(c.compute_dtype)
     y, cache = Attention(c, name="attention")(y, view, cache, mesh)
     x = sharding.constrain(x + y, (view.rows, "length", None), mesh)
-    y = layers.rms_norm(x, mlp_norm, c.norm_eps)
+    y = layers.rms_norm(x, mlp_norm, c.norm_eps).astype(c.compute_dtype)
     x += Mlp(c, name="mlp")(y, view, mesh)
     return sharding.constrain(x, (view.rows, "length", None), mesh), cache
 
@@ -337,7 +374,8 @@ def forward(
   prompt needs no mask.
 
   Args:
-    params: stacked; with a cache also as `unstack` returns them.
+    params: stacked, or as `unstack` returns them. "adapters", if there are any,
+      in the form of the layers.
     inputs: rows of T tokens; T = 1 in decoding.
     cache: as `init_cache` makes it, or None.
     pages: where in the cache the rows are.
@@ -348,23 +386,54 @@ def forward(
     Hidden states and the updated cache.
   """
   view = _view(inputs, pages, config)
-  x = params["embedding"][inputs.tokens].astype(config.compute_dtype)
+  dtype = jnp.dtype(config.compute_dtype)
+  x = products.rounded(params["embedding"][inputs.tokens], dtype)
+  x = x.astype(jnp.float32)  # the sum over the layers
   x = sharding.constrain(x, (view.rows, "length", None), mesh)
   if cache is None:
-    x = _scan(params["layers"], x, view, config, mesh)
+    x = _scan(params, x, view, config, mesh)
   else:
     x, cache = _each(params, x, view, cache, config, mesh)
-  return layers.rms_norm(x, params["final_norm"], config.norm_eps), cache
+  scale = products.rounded(params["final_norm"], dtype)
+  return layers.rms_norm(x, scale, config.norm_eps).astype(dtype), cache
 
 
-def _scan(stacked, x, view, config, mesh):
+_saves = jax.checkpoint_policies
+_REMAT = {
+  # Weights' products: those of attention are batched, and as many as T^2.
+  "dots": _saves.save_from_both_policies(
+    _saves.dots_with_no_batch_dims_saveable,
+    _saves.save_only_these_names(attention.SAVED),
+  ),
+  "full": _saves.nothing_saveable,
+}
+
+
+def _variables(layer: Any, adapter: Any) -> dict[str, Any]:
+  """Of one `Block`."""
+  return {"params": layer} | ({"adapters": adapter} if adapter else {})
+
+
+def _scan(params, x, view, config, mesh):
   """The layers of a training pass."""
 
-  def step(x, layer):
-    return Block(config).apply({"params": layer}, x, view, None, mesh)
+  def step(x, variables):
+    return Block(config).apply(variables, x, view, None, mesh)
 
-  if config.remat:
-    step = jax.checkpoint(step, prevent_cse=False)
+  each_alone = isinstance(params["layers"], list)
+  if config.remat != "none":
+    # In a scan's body nothing is there to be merged with what is run again.
+    step = jax.checkpoint(
+      step, prevent_cse=each_alone, policy=_REMAT[config.remat]
+    )
+  found = params.get("adapters")
+  if each_alone:
+    each = adapters.by_layer(found) if found else [None] * config.num_layers
+    for variables in map(_variables, params["layers"], each):
+      x, _ = step(x, variables)
+    return x
+  found = found and jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), found)
+  stacked = _variables(params["layers"], found)
   x, _ = jax.lax.scan(step, x, stacked, unroll=_unroll(config))
   return x
 
@@ -373,9 +442,11 @@ def _each(params, x, view, cache, config, mesh):
   """The layers one by one: a scan would copy the caches in every step."""
   if not isinstance(params["layers"], list):
     params = unstack(params)
+  each = params.get("adapters") or [None] * config.num_layers
   updated = []
-  for layer, entry in zip(params["layers"], cache, strict=True):
-    x, entry = Block(config).apply({"params": layer}, x, view, entry, mesh)
+  for layer, adapter, entry in zip(params["layers"], each, cache, strict=True):
+    variables = _variables(layer, adapter)
+    x, entry = Block(config).apply(variables, x, view, entry, mesh)
     updated.append(entry)
   return x, updated
 
@@ -396,18 +467,12 @@ def _unroll(config: DecoderConfig) -> int:
 def _view(
   inputs: Inputs, pages: paged.Pages | None, config: DecoderConfig
 ) -> View:
-  mask = None
-  if pages is None:
-    segments = inputs.segment_ids
-    order = jnp.arange(segments.shape[1])
-    # Padding sees padding, so that no softmax is over nothing.
-    mask = (segments[:, :, None] == segments[:, None, :]) & (
-      order[:, None] >= order[None, :]
-    )
   angles = layers.rope_angles(
     inputs.positions, config.head_dim, config.rope_theta, config.rope_scaling
   )
-  return View(inputs.positions, *angles, mask, pages)
+  return View(
+    inputs.positions, *angles, inputs.segment_ids, inputs.policy_index, pages
+  )
 
 
 def head(params: Params, config: DecoderConfig) -> Float[Array, "D V"]:

@@ -56,6 +56,11 @@ def _families() -> dict[str, types.ModuleType]:
   return {n: m for n, m in modules.items() if hasattr(m, "ARCHITECTURE")}
 
 
+def tensor_names(config: DecoderConfig) -> dict[str, str]:
+  """Parameter -> name of its tensor; {} is the layer's number."""
+  return _families()[config.family].names(config)
+
+
 def public_sizes(name: str) -> DecoderConfig | None:
   """Of a public checkpoint that a family's table names, such as
   "Qwen/Qwen3-4B"; None if none does."""
@@ -166,7 +171,7 @@ def load(
   folder = _folder(folder)
   tensors = _open(folder)
   _check_tensors(tensors, config, folder)
-  names = _families()[config.family].names(config)
+  names = tensor_names(config)
   programs = _programs(config, mesh, np.dtype(dtype))
   block_bytes = max(t.num_bytes for t in tensors.values()) // 4
 
@@ -473,7 +478,7 @@ def save(
       can be written.
   """
   folder, axes = pathlib.Path(folder), transformer.param_axes(config)
-  names = _families()[config.family].names(config)
+  names = tensor_names(config)
   shapes = _file_shapes(names, transformer.param_shapes(config), axes)
   if like is None:
     dtype = dtype or str(params["embedding"].dtype)

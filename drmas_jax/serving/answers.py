@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from drmas_jax.config import Sampling
+from drmas_jax.door import Gone
 from drmas_jax.serving import api
 from drmas_jax.serving.loop import (
   Chat,
@@ -35,10 +36,6 @@ from drmas_jax.types import Episode, Fault, Turn
 
 _LOOK_S = 0.25  # between two looks whether the client is there
 _RETRY_S = 1
-
-
-class Gone(Exception):
-  """The client has gone away."""
 
 
 class Codec:

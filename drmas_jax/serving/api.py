@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from drmas_jax.config import Sampling
+from drmas_jax.door import ApiError
 from drmas_jax.tokenizer import Growing
 
 TEAM = "team"  # the model that is the config's orchestra
@@ -22,45 +23,6 @@ TEAM = "team"  # the model that is the config's orchestra
 _MAX_N = 128
 _MAX_STOPS = 16
 _HALF = "\ufffd"  # how a character decodes of which a part is missing
-
-
-class ApiError(Exception):
-  """What a client gets in place of an answer.
-
-  Attributes:
-    status: of HTTP.
-    code: one word for programs.
-    param: the key at fault, if one is.
-    retry_after_s: when another try may do better.
-  """
-
-  def __init__(
-    self,
-    status: int,
-    message: str,
-    code: str | None = None,
-    param: str | None = None,
-    retry_after_s: int | None = None,
-  ):
-    super().__init__(message)
-    self.status, self.code, self.param = status, code, param
-    self.retry_after_s = retry_after_s
-
-  @property
-  def kind(self) -> str:
-    if self.status == 429:
-      return "rate_limit_error"
-    return "server_error" if self.status >= 500 else "invalid_request_error"
-
-  def body(self) -> dict[str, Any]:
-    return {
-      "error": {
-        "message": str(self),
-        "type": self.kind,
-        "param": self.param,
-        "code": self.code,
-      }
-    }
 
 
 def _refuse(key: str, value: Any, allowed: str) -> ApiError:

@@ -30,6 +30,7 @@ from drmas_jax.sampler import Completion, Request, Sampler
 from drmas_jax.types import Episode, Fault, Group, Task
 
 _IDLE_S = 0.25  # between two looks at signals, while nothing is asked for
+_IO_S = 0.02  # that what runs outside is waited for, while no engine has work
 
 
 class Full(Exception):
@@ -226,6 +227,17 @@ class Loop:
     for name, sampler in self._samplers.items():
       for completion in sorted(sampler.harvest(), key=lambda c: c.request.id):
         self._route(name, completion)
+    if self._episodes is not None:
+      self._hear()
+
+  def _hear(self) -> None:
+    """Goes on with episodes that the environment has answered."""
+    idle = not any(s.busy for s in self._samplers.values())
+    for position, go_on in self._episodes.heard(_IO_S if idle else 0.0):
+      running = self._jobs.get(position)
+      if running is not None:  # it was not dropped meanwhile
+        with self._guarded(running.job):
+          go_on()
 
   def _begin(self, job: Job) -> None:
     job.position = next(self._positions)

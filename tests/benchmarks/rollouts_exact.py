@@ -164,9 +164,7 @@ def _difference(
     turns,
     range(len(turns)),
     [0] * len(turns),
-    num_micro=2,
-    micro_batch=16,
-    length=lab.PROMPT + lab.NEW,
+    batching.Shape(2, 16, lab.PROMPT + lab.NEW, 2),
   )
   scored = learner.programs(
     learner.Spec(

@@ -235,27 +235,39 @@ class Peer:
   limit_s: float = 600.0
 
   @classmethod
-  def start(cls, name: str, python: str) -> "Peer":
-    script = pathlib.Path(__file__).with_name("rollouts_peer.py")
-    command = [python, str(script), name, json.dumps(SIZES)]
+  def start(
+    cls,
+    name: str,
+    python: str,
+    script: str = "rollouts_peer.py",
+    sizes: Mapping[str, int] = SIZES,
+  ) -> "Peer":
+    path = pathlib.Path(__file__).with_name(script)
+    command = [python, str(path), name, json.dumps(sizes)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     return cls(name, subprocess.Popen(command, text=True, **pipes))
 
-  def decode(
-    self, prompt_ids: np.ndarray, steps: int, batch: int, threads: int
-  ) -> Cost:
-    job = {
-      "prompts": prompt_ids.tolist(),
-      "steps": steps,
-      "batch": batch,
-      "threads": threads,
-    }
+  def ask(self, job: Mapping[str, Any]) -> dict:
     print(json.dumps(job), file=self.process.stdin, flush=True)
     ready, _, _ = select.select([self.process.stdout], [], [], self.limit_s)
     line = self.process.stdout.readline() if ready else ""
     if not line:
       raise RuntimeError(f"{self.name} did not answer; see its messages above")
-    return Cost(**json.loads(line))
+    return json.loads(line)
+
+  def decode(
+    self, prompt_ids: np.ndarray, steps: int, batch: int, threads: int
+  ) -> Cost:
+    return Cost(
+      **self.ask(
+        {
+          "prompts": prompt_ids.tolist(),
+          "steps": steps,
+          "batch": batch,
+          "threads": threads,
+        }
+      )
+    )
 
   def stop(self) -> None:
     self.process.kill()

@@ -40,12 +40,10 @@ class Numbers:
     return self._vocab_size - 1
 
 
-def tunix(sizes: dict):
-  """google-tunix's Sampler over its own Qwen3, with log-probs."""
-  os.environ["JAX_PLATFORMS"] = "cpu"
+def tunix_model(sizes: dict):
+  """Its Qwen3 with random weights."""
   import jax
   from flax import nnx
-  from tunix.generate import sampler
   from tunix.models.qwen3 import model as qwen3
 
   model = qwen3.Qwen3(
@@ -72,6 +70,15 @@ def tunix(sizes: dict):
     nnx.state(model),
   )
   nnx.update(model, weights)
+  return model
+
+
+def tunix(sizes: dict):
+  """google-tunix's Sampler over its own Qwen3, with log-probs."""
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  from tunix.generate import sampler
+
+  model = tunix_model(sizes)
   made = sampler.Sampler(
     model,
     Numbers(sizes["vocab_size"]),
@@ -100,14 +107,14 @@ def tunix(sizes: dict):
   return decode
 
 
-def transformers(sizes: dict):
-  """generate() of transformers, without log-probs, which favours it."""
+def transformers_model(sizes: dict):
+  """Its Qwen3 with random weights, in float32."""
   os.environ["HF_HUB_OFFLINE"] = "1"
   import torch
   from transformers import Qwen3Config, Qwen3ForCausalLM
 
   torch.manual_seed(0)
-  model = Qwen3ForCausalLM(
+  return Qwen3ForCausalLM(
     Qwen3Config(
       vocab_size=sizes["vocab_size"],
       hidden_size=sizes["embed_dim"],
@@ -123,8 +130,14 @@ def transformers(sizes: dict):
       eos_token_id=sizes["vocab_size"] - 1,
       bos_token_id=None,
     )
-  )
-  model = model.float().eval()
+  ).float()
+
+
+def transformers(sizes: dict):
+  """generate() of transformers, without log-probs, which favours it."""
+  import torch
+
+  model = transformers_model(sizes).eval()
 
   def decode(prompts, steps, threads):
     torch.set_num_threads(threads)

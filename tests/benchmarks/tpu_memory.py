@@ -7,7 +7,7 @@ Needs no TPU: the package libtpu compiles for one, in minutes. One episode of
 the full length among short ones is what the pool of `--tokens` is for.
 
     kernel   decoding on the pool, by the fused kernel
-    prefill  eight chunks of 512 tokens into that pool
+    prefill  chunks of 512 tokens, one after the other, into that pool
     xla      decoding by XLA's own code; it works on a copy of the pages in use,
              and the pool, which is not counted here, is as large again
     dense    the same where every slot has room for the full length
@@ -116,7 +116,7 @@ def generate(spec: engine.Spec) -> dict:
 
 def prefill(spec: engine.Spec) -> dict:
   params, state = _state(spec)
-  rows = spec.prefill_rows
+  rows = spec.num_slots
   ints = functools.partial(
     jax.ShapeDtypeStruct,
     dtype=jnp.int32,
@@ -127,9 +127,12 @@ def prefill(spec: engine.Spec) -> dict:
     spec.max_pages,
     params,
     state.cache,
-    ints([rows, spec.prefill_buckets[0]]),
-    *[ints([rows])] * 3,
-    ints([rows, spec.pages_per_row]),
+    ints([]),
+    (
+      ints([rows, spec.prefill_buckets[0]]),
+      *[ints([rows])] * 4,
+      ints([rows, spec.pages_per_row]),
+    ),
   )
 
 

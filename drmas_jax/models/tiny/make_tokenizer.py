@@ -1,18 +1,19 @@
-r"""Writes the tokenizer of the tiny policies, in Hugging Face's layout.
+r"""Writes the tokenizer of a tiny team, in Hugging Face's layout.
 
-A token is a digit, a sign, or a whole tag or phrase that the arithmetic tasks
-and the "short" templates use; decoding joins tokens with nothing in between, so
-`decode(encode(x)) == x` for every text made of them. Any other run of
-characters becomes one unknown token. Tags are ordinary tokens: a decoder that
-skips special ones keeps them.
+A token is a digit, a sign, a syllable, or a whole tag or phrase that the team's
+tasks and its "short" templates use; decoding joins tokens with nothing in
+between, so `decode(encode(x)) == x` for every text made of them. Any other run
+of characters becomes one unknown token. Tags are ordinary tokens: a decoder
+that skips special ones keeps them.
 
-    python -m drmas_jax.models.tiny.make_tokenizer FOLDER
+    python -m drmas_jax.models.tiny.make_tokenizer FOLDER {math,search}
 """
 
 import json
 import pathlib
 import re
 import sys
+from collections.abc import Sequence
 
 UNKNOWN = "\ufffd"
 PAD, END = "<|pad|>", "<|end|>"
@@ -37,6 +38,18 @@ WORDS = (
   "\nverifier: ",
   " from left to right, modulo ",
 )
+SEARCH_WORDS = (
+  UNKNOWN,
+  *(consonant + vowel for consonant in "bdklmnpt" for vowel in "aou"),
+  *("friend", "boss", "home", "job", "pet"),
+  *("What is the ", " of the ", " of ", "?", "The ", " is ", "."),
+  *(" ", "\n"),
+  *("verify: ", "search: ", "answer: "),
+  *("<think>", "</think>"),
+  *("<verify>", "</verify>", "yes", "no"),
+  *("<search>", "</search>", "<answer>", "</answer>"),
+)
+TEAMS = {"math": WORDS, "search": SEARCH_WORDS}
 CHAT_TEMPLATE = (
   "{% for message in messages %}"
   "{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}"
@@ -45,16 +58,21 @@ CHAT_TEMPLATE = (
 )
 
 
-def write(folder: str | pathlib.Path) -> None:
-  """Writes tokenizer.json and tokenizer_config.json into `folder`."""
+def write(folder: str | pathlib.Path, words: Sequence[str] = WORDS) -> None:
+  """Writes tokenizer.json and tokenizer_config.json into `folder`.
+
+  Args:
+    folder: is made if it is not there.
+    words: the first one stands for what is none of them.
+  """
   import tokenizers
   from tokenizers import decoders, models, pre_tokenizers
 
-  vocabulary = {word: i for i, word in enumerate(WORDS)}
+  vocabulary = {word: i for i, word in enumerate(words)}
   tokenizer = tokenizers.Tokenizer(
     models.WordLevel(vocabulary, unk_token=UNKNOWN)
   )
-  longest_first = sorted(WORDS, key=len, reverse=True)
+  longest_first = sorted(words, key=len, reverse=True)
   pattern = "|".join(re.escape(word) for word in longest_first)
   tokenizer.pre_tokenizer = pre_tokenizers.Split(
     tokenizers.Regex(pattern), "isolated"
@@ -79,6 +97,7 @@ def write(folder: str | pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-  if len(sys.argv) != 2:
-    sys.exit("usage: python -m drmas_jax.models.tiny.make_tokenizer FOLDER")
-  write(sys.argv[1])
+  if len(sys.argv) != 3 or sys.argv[2] not in TEAMS:
+    name = "drmas_jax.models.tiny.make_tokenizer"
+    sys.exit(f"usage: python -m {name} FOLDER {{{','.join(TEAMS)}}}")
+  write(sys.argv[1], TEAMS[sys.argv[2]])

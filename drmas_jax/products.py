@@ -1,0 +1,54 @@
+"""Matrix products in the compute dtype, summed in float32."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def rounded(x: Float[Array, "*dims"], dtype: Any) -> Float[Array, "*dims"]:
+  """`x` in another dtype, and with no more precision than that has.
+
+  XLA may leave out a cast to bfloat16 and back: a learner would not see the
+  weights that its sampler has.
+  """
+  dtype = jnp.dtype(dtype)
+  # Not where it is so already: a TPU would copy all of an engine's weights.
+  if dtype == jnp.bfloat16 and x.dtype != dtype:
+    x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+  return x.astype(dtype)
+
+
+def precision(dtype: Any) -> jax.lax.Precision:
+  """float32 means float32 on every backend: a TPU would otherwise round to
+  bfloat16 and a GPU to TF32."""
+  if dtype == jnp.float32:
+    return jax.lax.Precision.HIGHEST
+  return jax.lax.Precision.DEFAULT
+
+
+@jax.custom_vjp
+def dot(x: Float[Array, "N D"], w: Float[Array, "D F"]) -> Float[Array, "N F"]:
+  """x w in float32, of operands of one dtype."""
+  return _forward(x, w)[0]
+
+
+def _forward(x, w):
+  # Not by `dot`: a remat policy that keeps products would not see one.
+  out = jnp.dot(
+    x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32
+  )
+  return out, (x, w)
+
+
+def _backward(operands, grad):
+  # In the operands' dtype, too. A GPU would multiply a float32 gradient with
+  # bfloat16 weights at half the rate.
+  def multiply(x, w):
+    return jnp.dot(x, w, precision=precision(x.dtype))
+
+  return jax.vjp(multiply, *operands)[1](grad.astype(operands[0].dtype))
+
+
+dot.defvjp(_forward, _backward)

@@ -1,0 +1,256 @@
+"""Attention of the update: kernels against XLA, choices, compiles for TPUs."""
+
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import partial_eval
+
+from drmas_jax import backbone, placement
+from drmas_jax import config as config_lib
+from drmas_jax.models import attention, transformer
+
+quick = pytest.mark.quick
+
+B, C = 4, 16
+
+
+def make(length, num_heads=4, kv_heads=2, dtype="float32"):
+  """Rows of several segments; the first two end in padding."""
+  rng = np.random.default_rng(0)
+  q, k, v = (
+    jnp.asarray(rng.normal(size=[B, length, n, C]), dtype)
+    for n in (num_heads, kv_heads, kv_heads)
+  )
+  segments = np.sort(rng.integers(1, 5, [B, length]), axis=1)
+  segments[:2, -length // 8 :] = 0
+  return q, k, v, jnp.asarray(segments, jnp.int32)
+
+
+def formula(q, k, v, segment_ids):
+  """Token by token, in float64."""
+  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+  group = q.shape[2] // k.shape[2]
+  out = np.zeros(q.shape)
+  for b, t, h in np.ndindex(q.shape[:3]):
+    seen = np.flatnonzero(segment_ids[b, : t + 1] == segment_ids[b, t])
+    scores = k[b, seen, h // group] @ q[b, t, h] / np.sqrt(C)
+    weights = np.exp(scores - scores.max())
+    out[b, t, h] = weights @ v[b, seen, h // group] / weights.sum()
+  return out
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "mesh"))
+def both_ways(q, k, v, segment_ids, *, kind, mesh=None):
+  """(output, gradients of a weighted sum of it)."""
+
+  def loss(q, k, v):
+    out = attention.attend(
+      q, k, v, segment_ids, kind=kind, mesh=mesh, interpret=True
+    )
+    ramp = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+    return jnp.sum(out * ramp), out
+
+  grads, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+  return out, grads
+
+
+def assert_same(got, want, atol=1e-5):
+  assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, want)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), got, want
+  )
+
+
+@quick
+def test_xla_is_the_formula():
+  args = make(24)
+  got = attention.attend(*args, kind="xla")
+  np.testing.assert_allclose(got, formula(*args), rtol=0, atol=1e-5)
+
+
+def test_splash_is_xla():
+  args = make(300)  # padded to three blocks of 128
+  want = both_ways(*args, kind="xla")
+  assert_same(both_ways(*args, kind="splash"), want)
+
+
+# Of 2 x 2 x 2 devices a pair shares a row; 3 kv heads stay whole on each.
+@pytest.mark.parametrize("num_heads, kv_heads", [(4, 2), (6, 3)])
+def test_splash_on_a_mesh(mesh, num_heads, kv_heads):
+  args = make(128, num_heads, kv_heads)
+  got = both_ways(*args, kind="splash", mesh=mesh)
+  assert_same(got, both_ways(*args, kind="xla"))
+  rows, _, heads, _ = got[0].sharding.shard_shape(got[0].shape)
+  assert rows == B // 4
+  assert heads == num_heads // (2 if kv_heads == 2 else 1)
+
+
+@quick
+@pytest.mark.parametrize("length", [24, 31])  # cuDNN takes even ones
+def test_what_cudnn_is_asked_for(monkeypatch, mesh, length):
+  """The call, in XLA's implementation: there is no cuDNN here."""
+  asked = []
+
+  def plain(q, k, v, *, implementation, **kwargs):
+    asked.append((implementation, q.shape[1] % 2))
+    return dot_product_attention(q, k, v, **kwargs)
+
+  dot_product_attention = jax.nn.dot_product_attention
+  monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
+  args = make(length)
+  both_ways.clear_cache()
+  got = both_ways(*args, kind="cudnn", mesh=mesh)
+  assert set(asked) == {("cudnn", 0)}
+  assert_same(got, both_ways(*args, kind="xla"))
+
+
+def on(platform):
+  """As much of a mesh as the choice reads."""
+  device = types.SimpleNamespace(platform=platform)
+  return types.SimpleNamespace(devices=np.array([[device]]))
+
+
+@quick
+@pytest.mark.parametrize(
+  "platform, head_dim, dtype, want",
+  [
+    ("tpu", 128, "bfloat16", "splash"),
+    ("tpu", 64, "bfloat16", "splash"),
+    ("tpu", 128, "float32", "xla"),
+    ("gpu", 128, "bfloat16", "cudnn"),
+    ("gpu", 80, "bfloat16", "cudnn"),
+    ("gpu", 256, "bfloat16", "xla"),
+    ("gpu", 36, "bfloat16", "xla"),
+    ("gpu", 128, "float32", "xla"),
+    ("cpu", 128, "bfloat16", "xla"),
+  ],
+)
+def test_what_auto_is(platform, head_dim, dtype, want):
+  where = on(platform)
+  assert attention.resolve("auto", where, head_dim, dtype) == want
+  assert attention.check("auto", where, head_dim, dtype) is None
+  assert attention.check("xla", where, head_dim, dtype) is None
+  for kind in {"splash", "cudnn"} - {want}:
+    assert attention.check(kind, where, head_dim, dtype)
+    assert attention.resolve(kind, where, head_dim, dtype) == kind
+
+
+@quick
+@pytest.mark.parametrize(
+  "kind, where, head_dim, dtype, why",
+  [
+    ("splash", None, 128, "bfloat16", "on tpu and the update on cpu"),
+    ("splash", on("tpu"), 128, "float32", "compute_dtype is float32"),
+    ("cudnn", on("gpu"), 256, "bfloat16", "the model's have 256"),
+  ],
+)
+def test_why_a_kind_cannot_run(kind, where, head_dim, dtype, why):
+  assert why in attention.check(kind, where, head_dim, dtype)
+
+
+def test_a_config_that_asks_for_it_is_refused():
+  config = config_lib.build(
+    {
+      "policies": {
+        "p": {
+          "checkpoint": "tiny:solver",
+          "attention": "splash",
+          "engine": {"max_length": 256},
+        }
+      },
+      "agents": {"solver": {"role": "math.solver", "policy": "p"}},
+      "orchestra": {"name": "single"},
+      "environment": {"name": "math"},
+      "data": {"sources": {"arithmetic": {}}},
+    }
+  )
+  folder = backbone.checkpoint_folder("tiny:solver")
+  model = backbone.weights.read_config(folder)
+  plan = placement.plan(config, {"p": model}, jax.devices()[:1])
+  with pytest.raises(config_lib.ConfigError) as caught:
+    backbone.Backbone(["p"], config, plan.slices["p"], model, folder)
+  assert str(caught.value) == (
+    "policies.p.attention: 'splash' cannot run here, for it runs on tpu and "
+    "the update on cpu; allowed are 'auto' and 'xla'; set it to 'auto'"
+  )
+
+
+def kernels(jaxpr):
+  """How many a program runs, inner ones included."""
+  num = 0
+  for equation in jaxpr.eqns:
+    num += equation.primitive.name == "pallas_call"
+    for inner in jax.extend.core.jaxprs_in_params(equation.params):
+      num += kernels(inner)
+  return num
+
+
+@quick
+@pytest.mark.parametrize("remat, want", [("none", 3), ("dots", 3), ("full", 4)])
+def test_what_of_splash_is_run_again(remat, want):
+  """Forward, and of q and of k and v backward; forward twice with "full"."""
+  config = transformer.DecoderConfig(
+    family="qwen3",
+    vocab_size=32,
+    embed_dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_dim=32,
+    max_positions=128,
+    attention="splash",
+    remat=remat,
+    unroll=1,
+  )
+  ids = jnp.zeros([2, 128], jnp.int32)
+  inputs = transformer.Inputs(ids, ids, ids, ids[:, 0])
+
+  def loss(params):
+    return jnp.sum(transformer.forward(params, inputs, config=config)[0])
+
+  shapes = transformer.param_shapes(config)
+  jaxpr = jax.make_jaxpr(jax.grad(loss))(shapes).jaxpr
+  used = [True] * len(jaxpr.outvars)
+  assert kernels(partial_eval.dce_jaxpr(jaxpr, used)[0]) == want
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None,
+  reason="needs the package libtpu, which compiles for TPUs",
+)
+@pytest.mark.parametrize(
+  "topology, num_devices, model, num_heads",
+  [("v5e:2x2", 4, "qwen3-0.6b", 16), ("v5p:2x2x1", 4, "qwen3-4b", 32)],
+)
+def test_an_update_compiles_for_a_tpu(
+  root, topology, num_devices, model, num_heads
+):
+  """8 x 4096 tokens: no array as large as one layer's scores or the logits."""
+  done = subprocess.run(
+    [
+      sys.executable,
+      root / "tests" / "tpu_update_worker.py",
+      *(topology, model),
+    ],
+    capture_output=True,
+    text=True,
+    timeout=900,
+  )
+  assert done.returncode == 0, done.stderr[-4000:]
+  found = json.loads(done.stdout.splitlines()[-1])
+  print(found)
+  assert found["kernels"] == 4  # forward, and with remat again; q; k and v
+  scores = 8 // num_devices * num_heads * 4096 * 4096 * 4
+  assert found["largest"] < scores
+  assert found["results"] < 1e6  # the state stays where it is

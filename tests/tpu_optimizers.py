@@ -1,0 +1,80 @@
+"""Updates of a TPU that is not there, with states here and in host memory.
+
+    python tests/tpu_optimizers.py v5e:2x2 adamw
+
+As tpu_worker.py; the last line is a JSON object: bytes per device, without and
+with `offload`.
+"""
+
+import json
+import sys
+
+import tpu_worker  # first: it sets the environment that jax is loaded in
+
+# isort: split
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from drmas_jax import config, learner, sharding
+from drmas_jax.models import transformer
+
+MODEL = transformer.DecoderConfig(
+  family="qwen3",
+  vocab_size=4096,
+  embed_dim=1024,
+  num_layers=12,
+  num_heads=8,
+  num_kv_heads=4,
+  head_dim=128,
+  mlp_dim=3072,
+  max_positions=64,
+  qk_norm=True,
+)
+
+
+def update(on: Mesh, optimizer: config.Optimizer) -> dict[str, int]:
+  """What the learner does with a gradient that it has added up in a loop."""
+  spec = learner.Spec(MODEL, on, None, optimizer, 1, MODEL.vocab_size)
+  where = learner.state_shardings(spec)
+  state = tpu_worker.laid(learner.state_shapes(spec), where)
+
+  def step(state, num):
+    grads = jax.lax.fori_loop(
+      0,
+      num,
+      lambda i, grads: jax.tree.map(
+        lambda g, p: g + i * p, grads, state.params
+      ),
+      jax.tree.map(jnp.zeros_like, state.params),
+    )
+    return learner._apply(spec, state, grads, True)
+
+  whole = sharding.replicated(on)
+  memory = (
+    jax.jit(step, donate_argnums=0, out_shardings=(where, whole, whole))
+    .lower(state, jax.ShapeDtypeStruct((), "int32"))
+    .compile()
+    .memory_analysis()
+  )
+  return {
+    "host": memory.host_argument_size_in_bytes,
+    "device": memory.argument_size_in_bytes,
+    "temporary": memory.temp_size_in_bytes,
+  }
+
+
+def main() -> None:
+  _, topology, rule = sys.argv
+  devices = tpu_worker.mesh(topology).devices.reshape(1, 2, 2)
+  on = Mesh(devices, sharding.AXES)
+  found = {
+    where: update(on, config.Optimizer(name=rule, offload=where == "host"))
+    for where in ("device", "host")
+  }
+  print(json.dumps(found))
+
+
+if __name__ == "__main__":
+  main()
