@@ -41,7 +41,7 @@ class Spec:
 
   Attributes:
     model: the decoder, in the compute dtype.
-    mesh: the train slice.
+    mesh: the train slice; None: one device (`scores`).
     loss, optimizer: see `config`; loss None is cross-entropy.
     num_agents: agents of the run, for sums by agent.
     vocab_size: real tokens.
@@ -51,7 +51,7 @@ class Spec:
   """
 
   model: transformer.DecoderConfig
-  mesh: Mesh
+  mesh: Mesh | None
   loss: config_lib.Loss | None
   optimizer: config_lib.Optimizer
   num_agents: int
@@ -259,7 +259,7 @@ def _logprobs(
     temperature[_shift(rows.agent_index)],
     vocab_size=spec.vocab_size,
     chunk=spec.head_chunk,
-    ways=spec.mesh.shape["tensor"],
+    ways=1 if spec.mesh is None else spec.mesh.shape["tensor"],
     with_entropy=with_entropy,
   )
 

@@ -132,7 +132,8 @@ def gradient_norms(spec, params, turns, agent, values, indices):
   data = batch, old, None, batching.gather(values, batch)
   one = np.ones(1, np.float32)
   norms = programs.agent_norms(
-    params, None, data, one, 1, TEMPERATURE, np.array(indices)
+    *(params, None, data, one, 1, TEMPERATURE),
+    *(np.array(indices), np.zeros(len(indices), int)),
   )
   return np.asarray(norms, float)
 

@@ -341,6 +341,20 @@ def test_tiny_spells_its_own_words(tiny, words):
   assert tiny.decode(tiny.encode(text)) == text
 
 
+@pytest.mark.parametrize("team", make_tokenizer.TEAMS)
+def test_each_word_of_a_tiny_team_is_a_token(tmp_path, team):
+  """Also one that two lists of words have in common."""
+  make_tokenizer.write(tmp_path, make_tokenizer.TEAMS[team])
+  tokenizer, words = Tokenizer.load(tmp_path), set(make_tokenizer.TEAMS[team])
+  ids = set()
+  for word in words - {make_tokenizer.UNKNOWN}:
+    (one,) = tokenizer.encode(word).tolist()
+    assert tokenizer.decode([one]) == word
+    ids.add(one)
+  assert len(ids) == len(words) - 1
+  assert not ids & {tokenizer.pad_id, *tokenizer.stop_ids}
+
+
 @hypothesis.given(st.text(max_size=30))
 @ANY_TEXT
 def test_tiny_takes_any_text(tiny, text):

@@ -68,6 +68,8 @@ def write(folder: str | pathlib.Path, words: Sequence[str] = WORDS) -> None:
   import tokenizers
   from tokenizers import decoders, models, pre_tokenizers
 
+  # Ids without a gap: what is added behind would take one that is in use.
+  words = tuple(dict.fromkeys(words))
   vocabulary = {word: i for i, word in enumerate(words)}
   tokenizer = tokenizers.Tokenizer(
     models.WordLevel(vocabulary, unk_token=UNKNOWN)
