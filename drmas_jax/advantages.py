@@ -35,7 +35,7 @@ paper's population one; project rules 2 to 5.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -476,27 +476,17 @@ def estimate(
   if averages is None:
     averages = np.zeros((num_agents, 2))
   num_rows = len(scores)
-  width = max(_LEAST_ROWS, 1 << max(num_rows - 1, 0).bit_length())
-  _, group = np.unique(group, return_inverse=True)
+  group = _numbered(group)
   if config.by_turn:
-    group = group * (np.max(turn, initial=0) + 1) + turn
-    _, group = np.unique(group, return_inverse=True)
-  _, episode = np.unique(episode, return_inverse=True)
+    group = _numbered(group * (np.max(turn, initial=0) + 1) + turn)
   if anchor is None:
     anchor = returns = np.zeros(num_rows)
-  _, anchor = np.unique(anchor, return_inverse=True)
-  anchor = (group * num_agents + agent) * (num_rows + 1) + anchor
-  _, anchor = np.unique(anchor, return_inverse=True)
-
-  def pad(x: np.ndarray, dtype: type) -> np.ndarray:
-    return np.pad(np.asarray(x, dtype), (0, width - num_rows))
-
-  turns = Turns(
-    pad(scores, np.float32),
-    *(pad(x, np.int32) for x in (group, agent, episode, tokens, anchor)),
-    pad(returns, np.float32),
-    np.arange(width) < num_rows,
+  by_agent = (group * num_agents + agent) * (num_rows + 1)
+  anchor = _numbered(by_agent + _numbered(anchor))
+  turns = _padded(
+    scores, (group, agent, _numbered(episode), tokens, anchor), returns
   )
+  width = len(turns.real)
   result, averages = ESTIMATORS[config.name](
     turns,
     config,
@@ -505,6 +495,28 @@ def estimate(
   )
   result = jax.device_get(result)
   return result._replace(values=result.values[:num_rows]), averages
+
+
+def _numbered(ids: np.ndarray) -> np.ndarray:
+  """The same ids as 0, 1, .."""
+  return np.unique(ids, return_inverse=True)[1]
+
+
+def _padded(
+  scores: np.ndarray, ids: Sequence[np.ndarray], returns: np.ndarray
+) -> Turns:
+  num_rows = len(scores)
+  width = max(_LEAST_ROWS, 1 << max(num_rows - 1, 0).bit_length())
+
+  def pad(x: np.ndarray, dtype: type) -> np.ndarray:
+    return np.pad(np.asarray(x, dtype), (0, width - num_rows))
+
+  return Turns(
+    pad(scores, np.float32),
+    *(pad(x, np.int32) for x in ids),
+    pad(returns, np.float32),
+    np.arange(width) < num_rows,
+  )
 
 
 def _ids(

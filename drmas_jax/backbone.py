@@ -251,7 +251,7 @@ class Backbone:
       [config.agents[a].sampling.temperature for a in config.agent_names],
       np.float32,
     )
-    self._config = config.agents
+    self._roles = config.agents
     init = sampling.root_key(config.seed, "init")
     self._keys = [
       jax.random.fold_in(init, sorted(config.policies).index(name))
@@ -261,26 +261,16 @@ class Backbone:
     vocab = self.tokenizer.vocab_size
     for name in names:
       _check_model(name, config.policies[name], model, vocab, slice_.train_mesh)
-    adapter = self.policy.adapter
-    if adapter is not None:
-      model = dataclasses.replace(
-        model, adapter_scale=adapter.alpha / adapter.rank
-      )
-    model = dataclasses.replace(
-      model, remat=self.policy.remat, attention=self.policy.attention
-    )
-    self.learner = learner.Spec(
-      model=dataclasses.replace(model, compute_dtype=self.policy.compute_dtype),
-      mesh=slice_.train_mesh,
-      loss=self.policy.loss,
-      optimizer=self.policy.optimizer,
-      num_agents=len(config.agent_names),
+    if self.policy.adapter is not None:
+      scale = self.policy.adapter.alpha / self.policy.adapter.rank
+      model = dataclasses.replace(model, adapter_scale=scale)
+    self.learner = _learner_spec(
+      self.policy,
+      model,
+      slice_.train_mesh,
       vocab_size=vocab,
-      head_chunk=_head_chunk(vocab, slice_.train_mesh),
-      adapter=adapter,
-      num_policies=max(
-        1, sum(config.policies[n].adapter is not None for n in names)
-      ),
+      num_agents=len(config.agent_names),
+      num_policies=max(1, len(self._keys)),
     )
     self.engines = [
       engine.PolicyEngine(
@@ -326,7 +316,12 @@ class Backbone:
     """What the learner's `forward` takes."""
     if self.trainable is None:
       return self.base
-    return learner.whole(self.base, self.trainable)
+    return learner.whole(self._below, self.trainable)
+
+  @property
+  def _below(self) -> Any:
+    """The weights below adapters; None without adapters."""
+    return None if self.learner.adapter is None else self.base
 
   def read(self, dtype: str = "float32") -> transformer.Params:
     """The checkpoint's parameters, on the train slice.
@@ -409,7 +404,7 @@ class Backbone:
       saved[name].restore(params)
       for name in self.names[: self.learner.num_policies]
     ]
-    self.adapters = learner.join_adapters(self.learner, found)
+    self.adapters = learner.join(self.learner, found)
     self.load_base()
 
   def checksums(self) -> dict[str, str]:
@@ -419,7 +414,7 @@ class Backbone:
     base = placement.checksum(self.base)
     own = [
       f"{base}+{placement.checksum(tree)}"
-      for tree in learner.split_adapters(self.learner, self.adapters)
+      for tree in learner.split(self.learner, self.adapters)
     ]
     return dict(itertools.zip_longest(self.names, own, fillvalue=base))
 
@@ -438,17 +433,23 @@ class Backbone:
     else:
       if not self._rollout_base:
         self._rollout_base = placement.share(self.base, targets, dtype)
-      axes = learner.trainable_axes(spec)
-      own = [
-        engine.adapter_shardings(e.spec, axes, self.trainable)
-        for e in self.engines
-      ]
-      moved = placement.sync(self.trainable, own, dtype, adapters.by_layer)
+      moved = placement.sync(
+        self.trainable, self._adapter_targets, dtype, adapters.by_layer
+      )
       rollout = [
         base | {"adapters": tree}
         for base, tree in zip(self._rollout_base, moved, strict=True)
       ]
     self.sampler.resume(rollout, self.version)
+
+  @functools.cached_property
+  def _adapter_targets(self) -> list[Any]:
+    """Of each engine."""
+    axes = learner.trainable_axes(self.learner)
+    shapes = learner.trainable_shapes(self.learner)
+    return [
+      engine.adapter_shardings(e.spec, axes, shapes) for e in self.engines
+    ]
 
   @property
   def version(self) -> int:
@@ -488,7 +489,7 @@ class Backbone:
     live = turn_weights > 0
     if not (self.policy.update_on_zero_signal or _always(loss)):
       live &= advantages != 0
-    factors = [self._config[t.agent].loss_weight for t in turns]
+    factors = [self._roles[t.agent].loss_weight for t in turns]
     by_policy: list[list[tuple[int, ...]]] = [[] for _ in self.names]
     for chat in batching.chats(turns, rows.episode):
       if owner[chat[0]] >= 0:
@@ -517,7 +518,7 @@ class Backbone:
     cut = self.policy.loss.mask_truncated
     return np.array(
       [
-        self._config[t.agent].train and not (cut and t.stop_reason == "length")
+        self._roles[t.agent].train and not (cut and t.stop_reason == "length")
         for t in turns
       ],
       bool,
@@ -582,6 +583,8 @@ class Backbone:
         total = np.where(live, total, 1).astype(np.float32)
         norms = agent_norms and not done
         done.append(self._train(*batch, total, live, norms))
+        for k in np.flatnonzero(live):
+          self.count_updates(self.names[k], 1)
     return done
 
   def _batch(self, rows, advantages, work, number, shares, reference):
@@ -615,13 +618,6 @@ class Backbone:
         self.params, batch, shape.trips, self._temperatures
       )
     return (batch, old, ref, by_token), shape.trips
-
-  def updated(self, updates: Sequence[Update]) -> dict[str, int]:
-    """How often each policy was, if none turns out to have been skipped."""
-    return {
-      name: sum(int(u.live[k]) for u in updates)
-      for k, name in enumerate(self.names[: self.num_policies])
-    }
 
   def shape(
     self, sizes: Sequence[batching.Size], reference: "Backbone | None" = None
@@ -678,7 +674,7 @@ class Backbone:
       [rows.turns[i] for i in own],
       rows.agent[own],
       [self.policy_index[rows.turns[i].policy] for i in own],
-      num_micro=1 << (trips - 1).bit_length(),
+      num_micro=batching.num_micro(trips),
       micro_rows=local,
       length=batching.bucket(
         max(s["longest"] for s in shares), self.row_buckets
@@ -686,7 +682,7 @@ class Backbone:
     )
     found = scores.programs(self.learner).squares(
       self.state.params,
-      None if self.learner.adapter is None else self.base,
+      self._below,
       placement.global_batch(batch, mesh),
       trips,
       self._temperatures,
@@ -698,11 +694,11 @@ class Backbone:
   def score_vectors(self, rows: Batch) -> np.ndarray:
     """[b, P] z of each row of `scores.lay_out` with one micro-batch, in all P
     trained numbers; for small models."""
-    alone = self.learner.adapter is None
+    frozen = self.learner.adapter is None and self.state is None
     return np.asarray(
       scores.programs(self.learner).vectors(
-        self.params if alone else self.trainable,
-        None if alone else self.base,
+        self.base if frozen else self.trainable,
+        self._below,
         jax.tree.map(lambda x: x[0], rows),
         self._temperatures,
       )
@@ -719,11 +715,10 @@ class Backbone:
 
   def _train(self, data, trips, denominators, live, agent_norms) -> Update:
     programs, norms = learner.programs(self.learner), None
-    base = None if self.learner.adapter is None else self.base
     if agent_norms:
       norms = programs.agent_norms(
         self.state.params,
-        base,
+        self._below,
         data,
         denominators,
         trips,
@@ -731,7 +726,13 @@ class Backbone:
         *np.array(self._of_agents()).T,
       )
     self.state, output = programs.train_step(
-      self.state, base, data, denominators, live, trips, self._temperatures
+      self.state,
+      self._below,
+      data,
+      denominators,
+      live,
+      trips,
+      self._temperatures,
     )
     return Update(output, live, norms)
 
@@ -751,6 +752,33 @@ def _always(loss: config_lib.Loss) -> bool:
   return loss.entropy_weight > 0 or loss.kl_weight > 0
 
 
+def _learner_spec(
+  policy: config_lib.Policy,
+  model: transformer.DecoderConfig,
+  mesh: jax.sharding.Mesh,
+  *,
+  vocab_size: int,
+  num_agents: int,
+  num_policies: int,
+) -> learner.Spec:
+  return learner.Spec(
+    model=dataclasses.replace(
+      model,
+      compute_dtype=policy.compute_dtype,
+      remat=policy.remat,
+      attention=policy.attention,
+    ),
+    mesh=mesh,
+    loss=policy.loss,
+    optimizer=policy.optimizer,
+    num_agents=num_agents,
+    vocab_size=vocab_size,
+    head_chunk=_head_chunk(vocab_size, mesh),
+    adapter=policy.adapter,
+    num_policies=num_policies,
+  )
+
+
 def _engine_spec(
   policy: config_lib.Policy,
   model: transformer.DecoderConfig,
@@ -760,9 +788,7 @@ def _engine_spec(
   sizes = policy.engine
   max_pages, page_size = placement.pool(sizes)
   return engine.Spec(
-    model=dataclasses.replace(
-      model, compute_dtype=policy.rollout_dtype, remat="none"
-    ),
+    model=dataclasses.replace(model, compute_dtype=policy.rollout_dtype),
     mesh=mesh,
     num_slots=sizes.num_slots,
     max_length=sizes.max_length,

@@ -150,7 +150,7 @@ def shape(
   num_rows = max(s.rows[buckets.index(length)] for s in sizes)
   local = micro_rows(micro_tokens, length, shards) // len(sizes)
   trips = max(1, -(-num_rows // local))
-  return Shape(_num_micro(trips), local, length, trips)
+  return Shape(num_micro(trips), local, length, trips)
 
 
 def micro_rows(micro_tokens: int, length: int, shards: int) -> int:
@@ -158,9 +158,12 @@ def micro_rows(micro_tokens: int, length: int, shards: int) -> int:
   return max(shards, micro_tokens // length // shards * shards)
 
 
-def _num_micro(trips: int) -> int:
-  """16, 64, 256, ..: most runs see one, and compile once. Empty micro-batches
-  are never run, and one of 8192 tokens takes 0.4 MB."""
+def num_micro(trips: int) -> int:
+  """Micro-batches that arrays have room for: 16, 64, 256, ..
+
+  Most runs see one, and compile once. Empty micro-batches are never run, and
+  one of 8192 tokens takes 0.4 MB.
+  """
   num = 16
   while num < trips:
     num *= 4

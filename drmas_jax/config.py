@@ -1193,7 +1193,7 @@ def _check_effect(
   if not policy.frozen:
     idle |= _idle_of_optimizer(policy.optimizer)
     if policy.adapter and policy.optimizer.offload:
-      idle["optimizer.offload"] = "adapter, whose state is small"
+      idle["optimizer.offload"] = "an adapter, whose state stays on the device"
     idle |= _idle_of_loss(policy.loss)
   return [
     f"{path}.{key}: has no effect with {why}; remove it"

@@ -207,11 +207,16 @@ def _build(
   return backbones
 
 
+def _homes(backbones: Mapping[str, Backbone]) -> dict[str, Backbone]:
+  """By policy."""
+  return {name: b for b in backbones.values() for name in b.names}
+
+
 def _check_references(
   config: config_lib.Config, backbones: Mapping[str, Backbone]
 ) -> None:
   """Log-probs of the same tokens are compared."""
-  homes = {n: b for b in backbones.values() for n in b.names}
+  homes = _homes(backbones)
   for name in config.trained:
     other = config.policies[name].loss.reference
     if not other or homes[other] is homes[name]:
@@ -351,7 +356,7 @@ class Training:
     start: float,
   ):
     self.config, self.backbones, self.workdir = config, backbones, workdir
-    self.homes = {n: b for b in backbones.values() for n in b.names}
+    self.homes = _homes(backbones)
     self.stop = stop
     self.stream = stream(config)
     self.held_out, self.fingerprints = _held_out(config)
@@ -639,24 +644,23 @@ class Training:
     vectors before that, as metrics."""
     updates, skipped = {}, {}
     every = self.config.logging.agent_norm_every
-    norms = every > 0 and self.step_done % every == 0
     with hosts.together("update"):
       for backbone in self.backbones.values():
         backbone.release()
       score_norms = self._score_norms(rows)
       for name in work:
         backbone = self.backbones[name]
+        # In turns: every so many of its own.
+        turn = self.step_done // backbone.policy.update_every
+        shared = any(len(own) > 1 for own in backbone.agents.values())
         updates[name] = backbone.update(
           rows,
           values,
           work[name],
           [s["work"][name] for s in shares],
           reference=self.homes.get(backbone.policy.loss.reference),
-          agent_norms=norms
-          and any(len(own) > 1 for own in backbone.agents.values()),
+          agent_norms=shared and every > 0 and turn % every == 0,
         )
-        for policy, num in backbone.updated(updates[name]).items():
-          backbone.count_updates(policy, num)
       for backbone in self.backbones.values():
         backbone.resume()
       updates = placement.fetch(updates)
@@ -1128,7 +1132,7 @@ def _check_folders(
   run: checkpoint.Run, backbones: Mapping[str, Backbone]
 ) -> None:
   """The model's shape and the tokenizer never change on resume (rule 25)."""
-  homes = {n: b for b in backbones.values() for n in b.names}
+  homes = _homes(backbones)
   for name, digest in run.extra["folders"].items():
     if name in homes and homes[name].digest != digest:
       raise config_lib.ConfigError(

@@ -136,15 +136,10 @@ def state_shapes(spec: Spec) -> TrainState:
 def state_shardings(spec: Spec) -> TrainState:
   """Optimizer moments are laid out as the parameters they belong to."""
   params = trainable_shardings(spec)
-  whole = sharding.replicated(spec.mesh)
   opt_state = optimizers.state_shardings(
     spec.optimizer, trainable_axes(spec), trainable_shapes(spec), spec.mesh
   )
-  return TrainState(whole, params, opt_state)
-
-
-def _stack(trees: Sequence[Any]) -> Any:
-  return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+  return TrainState(sharding.replicated(spec.mesh), params, opt_state)
 
 
 def _optimizer(spec: Spec) -> optax.GradientTransformation:
@@ -189,36 +184,31 @@ def new_adapters(spec: Spec, keys: jax.Array) -> Any:
   return init(keys)
 
 
-def split(spec: Spec, state: TrainState) -> list[TrainState]:
-  """The state of each policy, of those of K adapters."""
-  program = _splitter(spec)
-  return [program(state, k) for k in range(spec.num_policies)]
-
-
-def split_adapters(spec: Spec, tree: Any) -> list[Any]:
-  """The same of adapters without a state."""
-  where = policy_state(spec)[1].params
-  program = jax.jit(_take, out_shardings=where)
+def split(spec: Spec, tree: Any) -> list[Any]:
+  """What belongs to each policy, of a state of K adapters or of the adapters
+  alone."""
+  program = _splitter(spec, isinstance(tree, TrainState))
   return [program(tree, k) for k in range(spec.num_policies)]
 
 
-@functools.cache
-def _splitter(spec: Spec) -> Any:
-  return jax.jit(_take, out_shardings=policy_state(spec)[1])
-
-
-def _take(tree: Any, k: jax.Array) -> Any:
-  return jax.tree.map(lambda x: x[k], tree)
-
-
-def join(spec: Spec, states: Sequence[TrainState]) -> TrainState:
+def join(spec: Spec, each: Sequence[Any]) -> Any:
   """What `split` took apart."""
-  return jax.jit(_stack, out_shardings=state_shardings(spec))(states)
+  where = state_shardings(spec)
+  if not isinstance(each[0], TrainState):
+    where = where.params
+  return jax.jit(
+    lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees),
+    out_shardings=where,
+  )(each)
 
 
-def join_adapters(spec: Spec, each: Sequence[Any]) -> Any:
-  """The same of adapters without a state."""
-  return jax.jit(_stack, out_shardings=trainable_shardings(spec))(each)
+@functools.cache
+def _splitter(spec: Spec, with_state: bool) -> Any:
+  where = policy_state(spec)[1]
+  return jax.jit(
+    lambda tree, k: jax.tree.map(lambda x: x[k], tree),
+    out_shardings=where if with_state else where.params,
+  )
 
 
 def whole(base: Any, trainable: Any) -> transformer.Params:
@@ -502,7 +492,7 @@ def _score(spec, params, batch, num_micro, temperature):
 def programs(spec: Spec) -> Programs:
   """The jitted programs of a spec; state shardings never change."""
   state = state_shardings(spec)
-  whole = sharding.replicated(spec.mesh)
+  replicated = sharding.replicated(spec.mesh)
   tokens = sharding.rows(spec.mesh, ndim=3, leading=1)
   jit = functools.partial(jax.jit, static_argnums=0)
   return Programs(
@@ -511,7 +501,10 @@ def programs(spec: Spec) -> Programs:
     ),
     score=functools.partial(jit(_score, out_shardings=tokens), spec),
     train_step=functools.partial(
-      jit(_train_step, donate_argnums=1, out_shardings=(state, whole)), spec
+      jit(_train_step, donate_argnums=1, out_shardings=(state, replicated)),
+      spec,
     ),
-    agent_norms=functools.partial(jit(_agent_norms, out_shardings=whole), spec),
+    agent_norms=functools.partial(
+      jit(_agent_norms, out_shardings=replicated), spec
+    ),
   )

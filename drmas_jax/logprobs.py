@@ -31,8 +31,7 @@ def logits(
   """float32 logits; entries from `vocab_size` on (padding) are masked.
 
   Multiplied in the precision of `hidden` and summed in float32. `head` may be
-  more precise than `hidden`: cast here, its gradient over many chunks still
-  adds up in its own precision.
+  more precise than `hidden`: it is rounded here.
   """
   flat = hidden.reshape(-1, hidden.shape[-1])
   out = products.dot(flat, products.rounded(head, hidden.dtype))

@@ -160,6 +160,7 @@ class FakeEngine:
       assert length == start, "a state is gone on from where it is not"
     how = (start, len(chunk.tokens), bucket)
     for place, token in enumerate(chunk.tokens.tolist(), start):
+      token = token, chunk.policy  # whose adapter it went through
       self._write(pages, place, (token, how))
       value = chain(value, token, how if self.shapes else None)
     length = start + len(chunk.tokens)
@@ -250,8 +251,9 @@ class FakeEngine:
       spec.vocab_size,
       stops if slot.generated < ask.min_tokens else (),
     )
-    self._write(table, slot.length, (token, "decoded"))
-    slot.value = chain(slot.value, token, "decoded" if self.shapes else None)
+    own = token, int(ask.policy)
+    self._write(table, slot.length, (own, "decoded"))
+    slot.value = chain(slot.value, own, "decoded" if self.shapes else None)
     slot.length += 1
     slot.generated += 1
     slot.active = token not in stops and slot.generated < ask.limit
@@ -278,14 +280,14 @@ def expected(engine, prompt, seed, limit, stops=(), min_tokens=0):
   """What a request must come to, of an engine without `shapes`."""
   value = engine.params
   for token in prompt.tolist():
-    value = chain(value, token, None)
+    value = chain(value, (token, 0), None)
   ids = []
   stops = {*engine.spec.stop_ids, *stops}
   while len(ids) < limit:
     banned = stops if len(ids) < min_tokens else ()
     token, _ = draw(value, seed, len(ids), engine.spec.vocab_size, banned)
     ids.append(token)
-    value = chain(value, token, None)
+    value = chain(value, (token, 0), None)
     if token in stops:
       break
   return ids

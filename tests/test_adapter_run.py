@@ -39,7 +39,8 @@ def test_what_it_says_of_each(job):
   found = small_run.metrics(job)
   name = "solver+verifier+base"
   for policy in ("solver", "verifier"):
-    assert found[1, f"ratio_error/{policy}"] < 1e-4
+    # Adapters are 0 at first; of the second step each slot needs its own.
+    assert max(found[s, f"ratio_error/{policy}"] for s in (1, 2)) < 1e-4
     assert found[1, f"grad_norm/{policy}"] > 0
     assert found[2, f"kl/{policy}"] > 0
   assert found[1, f"prefix_hit_rate/{name}"] > 0

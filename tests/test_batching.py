@@ -351,7 +351,7 @@ def backbone_of(name):
   made.row_buckets = made.policy.row_buckets
   made.learner = types.SimpleNamespace(num_policies=1)
   agent = config_lib.Agent(role="r", policy=name)
-  made._config = {"a": agent, "b": agent}
+  made._roles = {"a": agent, "b": agent}
   return made
 
 

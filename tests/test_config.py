@@ -274,8 +274,8 @@ WRONG = [
   (
     "policies.bob={'checkpoint': 'x', 'adapter': {'rank': 2}, 'optimizer': "
     "{'offload': True}}",
-    "policies.bob.optimizer.offload: has no effect with adapter, whose state "
-    "is small; remove it",
+    "policies.bob.optimizer.offload: has no effect with an adapter, "
+    "whose state stays on the device; remove it",
   ),
   (
     "policies.bob.optimizer={'name': 'adafactor', 'b2': 0.95}",

@@ -459,7 +459,7 @@ def work(loss, advantages=SIGNS, num_updates=1, **of_agent):
   )
   made.learner = make_spec()
   made.row_buckets = (64,)
-  made._config = {"a": config_lib.Agent(role="r", policy="p", **of_agent)}
+  made._roles = {"a": config_lib.Agent(role="r", policy="p", **of_agent)}
   ids = np.zeros(6, np.int32)
   rows = rewards.Rows(
     CHATS, np.zeros(6, np.float32), ids, ids, np.arange(6), False

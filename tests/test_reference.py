@@ -163,7 +163,7 @@ def work(loss=None, advantages=ADVANTAGES, due=("p",), agents=None, **policy):
   made.policy_index = {"p": 0}
   made.learner = make_spec(made.policy.loss)
   made.row_buckets = (16, 32)
-  made._config = {
+  made._roles = {
     name: config_lib.Agent("math.solver", "p", **(agents or {}).get(name, {}))
     for name in "ab"
   }

@@ -621,6 +621,21 @@ def test_cancelled_requests_leave_nothing_behind():
   assert again[0, 0, 0].ids.tolist() == fresh[0, 0, 0].ids.tolist()
 
 
+def test_policies_on_one_engine_share_nothing_in_its_cache():
+  """Neither a template's head nor the prompt of a group."""
+  (prompt,) = ids(20)
+  asked = [
+    request((0, e, 0), prompt, head=8, shared_by=2, policy_index=e // 2)
+    for e in range(4)
+  ]
+  together = run(make(shapes=False), asked)
+  for one in asked:
+    whole = dataclasses.replace(one, shared_by=1, head=0)
+    alone = run(make(shapes=False), [whole])
+    assert together[one.id].ids.tolist() == alone[one.id].ids.tolist()
+  assert together[0, 0, 0].ids.tolist() != together[0, 2, 0].ids.tolist()
+
+
 def test_a_group_that_loses_some_frees_its_prompt():
   made = make(num_slots=2)
   prompt = ids(9)[0]

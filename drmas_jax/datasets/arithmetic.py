@@ -14,7 +14,7 @@ its verdict:
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -85,13 +85,6 @@ def _row(num_operands: int, modulus: int, number: int) -> dict[str, Any]:
 # -- demonstrations ------------------------------------------------------------
 
 
-class Demonstration(NamedTuple):
-  """A call as the orchestra makes it, `call(agent, *args)`, and its answer."""
-
-  args: tuple
-  completion: str
-
-
 def demonstrations(
   task: Task,
   rng: np.random.Generator,
@@ -101,7 +94,7 @@ def demonstrations(
   retry_copy: float = 0.2,
   verifier_noise: float = 0.05,
   verifier_flip: float = 0.02,
-) -> dict[str, list[Demonstration]]:
+) -> dict[str, list[dataset.Demonstration]]:
   """One episode of an imperfect team, as `orchestras.math` plays two loops.
 
   Args:
@@ -121,19 +114,21 @@ def demonstrations(
   steps = _work(task.info, rng, solver_noise, solver_slip)
   solution = _solution(steps)
   calls = {
-    "solver": [Demonstration((task, ()), solution)],
+    "solver": [dataset.Demonstration((task, ()), solution)],
     "verifier": [],
   }
   said = (("solver", solution),)
   redone = _work(task.info, rng, verifier_noise)
   approved = (redone[-1] == steps[-1]) != (rng.random() < verifier_flip)
   verdict = _judgement(redone, approved)
-  calls["verifier"].append(Demonstration((task, said), verdict))
+  calls["verifier"].append(dataset.Demonstration((task, said), verdict))
   if not approved:
     said += (("verifier", verdict),)
     anew = _work(task.info, rng, solver_noise, solver_slip)
     again = redone if rng.random() < retry_copy else anew
-    calls["solver"].append(Demonstration((task, said), _solution(again)))
+    calls["solver"].append(
+      dataset.Demonstration((task, said), _solution(again))
+    )
   return calls
 
 

@@ -1,11 +1,19 @@
-"""What generated data sets share: numbered questions, scattered and split."""
+"""What generated data sets share: numbered questions, scattered and split, and
+what a demonstration is."""
 
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 _MAX_TEST = 10_000
+
+
+class Demonstration(NamedTuple):
+  """A call as the orchestra makes it, `call(agent, *args)`, and its answer."""
+
+  args: tuple
+  completion: str
 
 
 class Numbered:

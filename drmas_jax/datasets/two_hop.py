@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from drmas_jax.datasets import dataset
 from drmas_jax.types import Task
 
 SYLLABLES = tuple(c + v for c in "bdklmnpt" for v in "aou")
@@ -114,13 +115,6 @@ def make(split: str) -> Questions:
 # -- demonstrations ------------------------------------------------------------
 
 
-class Demonstration(NamedTuple):
-  """A call as the orchestra makes it, `call(agent, *args)`, and its answer."""
-
-  args: tuple
-  completion: str
-
-
 class _Known(NamedTuple):
   """What passages say of a question; None where they do not."""
 
@@ -138,7 +132,7 @@ def demonstrations(
   searcher_noise: float = 0.1,
   answerer_slip: float = 0.45,
   answerer_noise: float = 0.05,
-) -> dict[str, list[Demonstration]]:
+) -> dict[str, list[dataset.Demonstration]]:
   """One episode of an imperfect team, as `orchestras.search` plays it.
 
   Args:
@@ -164,7 +158,7 @@ def demonstrations(
     if not enough:
       enough = (known.answer is not None) != (rng.random() < verifier_flip)
       view = f"<verify>{'yes' if enough else 'no'}</verify>"
-      calls["verifier"].append(Demonstration((task, steps), view))
+      calls["verifier"].append(dataset.Demonstration((task, steps), view))
     if enough:
       answer = _answer(task.info, known, facts)
       if rng.random() < answerer_slip:
@@ -172,12 +166,14 @@ def demonstrations(
       elif rng.random() < answerer_noise:
         answer = "".join(rng.choice(SYLLABLES, 2))
       completion = f"<answer>{answer}</answer>"
-      calls["answerer"].append(Demonstration((task, steps), completion))
+      calls["answerer"].append(dataset.Demonstration((task, steps), completion))
       break
     fact = _FACTS[_query(task.info, known, rng, searcher_slip, searcher_noise)]
     query = f"{fact.relation} of {fact.subject}"
     completion = f"<search>{query}</search>"
-    calls["searcher"].append(Demonstration((task, steps, view), completion))
+    calls["searcher"].append(
+      dataset.Demonstration((task, steps, view), completion)
+    )
     facts.append(fact)
     steps += ((query, (fact.text,)),)
   return calls

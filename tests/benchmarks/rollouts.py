@@ -19,11 +19,6 @@ that is not given is left out. Figures are medians over the rounds, by wall and
 by CPU seconds; what is compared runs in turns. The last line is JSON.
 """
 
-import argparse
-import importlib.metadata
-import json
-import os
-
 import rollouts_costs
 import rollouts_exact
 import rollouts_lab as lab
@@ -33,37 +28,17 @@ PARTS = rollouts_speed.PARTS | rollouts_exact.PARTS | rollouts_costs.PARTS
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--parts", default=",".join(PARTS))
-  parser.add_argument("--tunix_python", default="")
-  parser.add_argument("--torch_python", default="")
+  parser = lab.parser(__doc__, PARTS)
   parser.add_argument("--smollm2", default="")
-  parser.add_argument("--rounds", type=int, default=lab.ROUNDS)
-  args = parser.parse_args()
-  parts = args.parts.split(",")
-  if unknown := set(parts) - set(PARTS):
-    parser.error(f"--parts: {sorted(unknown)}; allowed are {list(PARTS)}")
-  given = {"tunix": args.tunix_python, "transformers": args.torch_python}
-  found = {
-    "jax": importlib.metadata.version("jax"),
-    "cores": os.cpu_count(),
-    "load": [os.getloadavg()[0]],
-    "left out": [name for name, python in given.items() if not python],
-  }
+  args, given = lab.parse(parser, PARTS, torch="transformers")
   peers = []
   try:
-    if {"a", "b"} & set(parts):
+    if {"a", "b"} & set(args.parts):
       peers = [lab.Peer.start(*peer) for peer in given.items() if peer[1]]
-    for part in parts:
-      found[part] = PARTS[part](args, peers)
-      print(f"{part}: {json.dumps(found[part], indent=2)}", flush=True)
+    lab.report(PARTS, args, given, peers)
   finally:
     for peer in peers:
       peer.stop()
-  found["load"].append(os.getloadavg()[0])
-  print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ to be compared runs in turns, ABAB.., and the figure is the median over the
 rounds of each round's ratio: a neighbour's load then disturbs both alike.
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -118,6 +119,53 @@ def compare(
         "cpu_ratio": ratio(c, costs[ours], "cpu"),
       }
   return found
+
+
+# -- the command ---------------------------------------------------------------
+
+
+def parser(about: str, parts: Mapping[str, Any]) -> argparse.ArgumentParser:
+  """Of a benchmark of parts, some of them against peers."""
+  made = argparse.ArgumentParser(
+    description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  made.add_argument("--parts", default=",".join(parts))
+  made.add_argument("--tunix_python", default="")
+  made.add_argument("--torch_python", default="")
+  made.add_argument("--rounds", type=int, default=ROUNDS)
+  return made
+
+
+def parse(
+  made: argparse.ArgumentParser, parts: Mapping[str, Any], *, torch: str
+) -> tuple[argparse.Namespace, dict[str, str]]:
+  """The arguments, with the parts as a list; and the interpreters given by
+  peer, where `torch` is the name of torch's."""
+  args = made.parse_args()
+  args.parts = args.parts.split(",")
+  if unknown := set(args.parts) - set(parts):
+    made.error(f"--parts: {sorted(unknown)}; allowed are {list(parts)}")
+  return args, {"tunix": args.tunix_python, torch: args.torch_python}
+
+
+def report(
+  parts: Mapping[str, Callable[..., Any]],
+  args: argparse.Namespace,
+  given: Mapping[str, str],
+  *peers: Any,
+) -> None:
+  """Runs the parts that are asked for; prints each, and all as a last line."""
+  found = {
+    "jax": jax.__version__,
+    "cores": os.cpu_count(),
+    "load": [os.getloadavg()[0]],
+    "left out": [name for name, python in given.items() if not python],
+  }
+  for part in args.parts:
+    found[part] = parts[part](args, *peers)
+    print(f"{part}: {json.dumps(found[part], indent=2)}", flush=True)
+  found["load"].append(os.getloadavg()[0])
+  print(json.dumps(found))
 
 
 # -- engines -------------------------------------------------------------------

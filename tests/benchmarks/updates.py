@@ -20,8 +20,6 @@ The last line is JSON.
 import argparse
 import contextlib
 import functools
-import importlib.metadata
-import json
 import os
 import statistics
 import sys
@@ -250,29 +248,8 @@ PARTS = {
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--parts", default=",".join(PARTS))
-  parser.add_argument("--tunix_python", default="")
-  parser.add_argument("--torch_python", default="")
-  parser.add_argument("--rounds", type=int, default=lab.ROUNDS)
-  args = parser.parse_args()
-  parts = args.parts.split(",")
-  if unknown := set(parts) - set(PARTS):
-    parser.error(f"--parts: {sorted(unknown)}; allowed are {list(PARTS)}")
-  given = {"tunix": args.tunix_python, "torch": args.torch_python}
-  found = {
-    "jax": importlib.metadata.version("jax"),
-    "cores": os.cpu_count(),
-    "load": [os.getloadavg()[0]],
-    "left out": [name for name, python in given.items() if not python],
-  }
-  for part in parts:
-    found[part] = PARTS[part](args)
-    print(f"{part}: {json.dumps(found[part], indent=2)}", flush=True)
-  found["load"].append(os.getloadavg()[0])
-  print(json.dumps(found))
+  args, given = lab.parse(lab.parser(__doc__, PARTS), PARTS, torch="torch")
+  lab.report(PARTS, args, given)
 
 
 if __name__ == "__main__":
