@@ -44,6 +44,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from drmas_jax import config as config_lib
+from drmas_jax import rewards
+from drmas_jax.types import Group
 
 EPSILON = 1e-6
 
@@ -495,6 +497,65 @@ def estimate(
   )
   result = jax.device_get(result)
   return result._replace(values=result.values[:num_rows]), averages
+
+
+def of_rows(
+  config: config_lib.Advantage,
+  rows: rewards.Rows,
+  groups: Sequence[Group],
+  *,
+  num_agents: int,
+  averages: np.ndarray | None = None,
+  total: Callable[[np.ndarray], np.ndarray] = _alone,
+) -> tuple[Advantages, np.ndarray]:
+  """`estimate` on the rows of a step's groups.
+
+  Args:
+    config: names the estimator and sets its options.
+    rows: `rewards.row_scores` of the groups.
+    groups: of this host.
+    num_agents: size of the team.
+    averages: see `estimate`.
+    total: likewise.
+  """
+  steps = {}
+  if "gamma" in READS[config.name]:
+    steps = {
+      "anchor": rewards.anchors(rows.turns),
+      "returns": rewards.step_returns(groups, rows.scores, config.gamma),
+    }
+  return estimate(
+    config,
+    rows.scores,
+    rows.group,
+    rows.agent,
+    rows.episode,
+    turn=np.array([t.index for t in rows.turns], np.int32),
+    tokens=np.array([len(t.completion_ids) for t in rows.turns], np.int32),
+    num_agents=num_agents,
+    per_agent=rows.per_agent,
+    averages=averages,
+    total=total,
+    **steps,
+  )
+
+
+def others(config: config_lib.Advantage) -> dict[str, config_lib.Advantage]:
+  """Every estimator by its name, that of `config` first, with the options of it
+  that the other one reads, too."""
+  found = {config.name: config}
+  for name, reads in READS.items():
+    shared = set(reads) & set(READS[config.name])
+    found.setdefault(
+      name,
+      config_lib.Advantage(
+        name=name,
+        singleton=config.singleton,
+        zero_tolerance=config.zero_tolerance,
+        **{key: getattr(config, key) for key in shared},
+      ),
+    )
+  return found
 
 
 def _numbered(ids: np.ndarray) -> np.ndarray:

@@ -205,11 +205,43 @@ class Update(NamedTuple):
     output: what it says of itself.
     live: [K] which policies it was of.
     norms: of the gradient by agent, or None.
+    tokens: (turn_index, weights) of the batch, [M, b, T] each.
   """
 
   output: learner.StepOutput
   live: np.ndarray
   norms: Any
+  tokens: Any
+
+
+def logprob_gaps(
+  updates: Mapping[str, Sequence[Update]], num_turns: int
+) -> np.ndarray:
+  """[N] mean |learner - sampler| log-prob of each turn's tokens, on this host.
+
+  Of every backbone's first update: those behind it are of weights that have
+  moved. nan for turns that are not in it.
+
+  Args:
+    updates: by backbone, dispatched.
+    num_turns: N.
+  """
+  total, count = np.zeros([2, num_turns])
+  for first in (done[0] for done in updates.values() if done):
+    turn, weight, gap = map(
+      placement.local_rows, (*first.tokens, first.output.gap)
+    )
+    here = weight > 0
+    total += np.bincount(turn[here], gap[here], num_turns)
+    count += np.bincount(turn[here], minlength=num_turns)
+  return total / np.where(count > 0, count, np.nan)
+
+
+def without_tokens(updates: Sequence[Update]) -> list[Update]:
+  """What is no larger than every host may fetch."""
+  return [
+    u._replace(output=u.output._replace(gap=None), tokens=None) for u in updates
+  ]
 
 
 class Backbone:
@@ -347,7 +379,7 @@ class Backbone:
     where = sharding.shardings(
       transformer.param_axes(model), shapes, self.slice.train_mesh
     )
-    return _abstract(shapes, where)
+    return abstract(shapes, where)
 
   def load(self) -> None:
     """Reads the checkpoint into the train slice, and begins new adapters."""
@@ -373,7 +405,7 @@ class Backbone:
   def abstract_states(self) -> dict[str, TrainState]:
     """Shapes and shardings of each trained policy's state, to restore a
     checkpoint into."""
-    found = _abstract(*learner.policy_state(self.learner))
+    found = abstract(*learner.policy_state(self.learner))
     return dict.fromkeys(self.trained, found)
 
   def states(self) -> dict[str, TrainState]:
@@ -399,7 +431,7 @@ class Backbone:
       self.base = policy.restore(self._params_abstract())
       return
     shapes = learner.policy_state(self.learner)
-    params = _abstract(*(tree.params for tree in shapes))
+    params = abstract(*(tree.params for tree in shapes))
     found = [
       saved[name].restore(params)
       for name in self.names[: self.learner.num_policies]
@@ -577,10 +609,7 @@ class Backbone:
       for i, batch in enumerate(batches):
         if batch is None:
           continue
-        parts = [share["parts"][i] for share in shares]
-        live = np.sum([p["num_chats"] for p in parts], axis=0) > 0
-        total = np.sum([p["denominators"] for p in parts], axis=0)
-        total = np.where(live, total, 1).astype(np.float32)
+        live, total = _denominators(shares, i)
         norms = agent_norms and not done
         done.append(self._train(*batch, total, live, norms))
         for k in np.flatnonzero(live):
@@ -605,32 +634,39 @@ class Backbone:
       weights=work.weights,
     )
     by_token = batching.gather(advantages, batch)
-    mesh = self.slice.train_mesh
-    ref = None
+    return self._data(batch, by_token, shape.trips, reference), shape.trips
+
+  def _data(self, batch: Batch, by_token: np.ndarray, trips: int, reference):
+    """`learner.train_step`'s, on the train slice, of what is on this host."""
+    mesh, ref = self.slice.train_mesh, None
     if reference is not None:
-      ref = reference.score(batch, self.policy.loss.reference, shape.trips)
+      ref = reference.score(batch, self.policy.loss.reference, trips)
       if reference.slice.train_mesh != mesh:
         ref = placement.global_batch(placement.local_rows(ref), mesh)
     batch, by_token = placement.global_batch((batch, by_token), mesh)
     old = batch.sampler_logprobs
     if self.policy.old_logprobs == "learner":
       old = learner.programs(self.learner).score(
-        self.params, batch, shape.trips, self._temperatures
+        self.params, batch, trips, self._temperatures
       )
-    return (batch, old, ref, by_token), shape.trips
+    return batch, old, ref, by_token
 
   def shape(
     self, sizes: Sequence[batching.Size], reference: "Backbone | None" = None
   ) -> batching.Shape:
     """Of a batch that every host can fill with rows of these sizes."""
-    users = [self] if reference is None else [self, reference]
-    meshes = [b.slice.train_mesh.shape for b in users]
     return batching.shape(
       sizes,
       self.row_buckets,
       micro_tokens=self.policy.micro_tokens,
-      shards=math.lcm(*(m["data"] * m["fsdp"] for m in meshes)),
+      shards=self._shards(reference),
     )
+
+  def _shards(self, reference: "Backbone | None") -> int:
+    """Devices, of all hosts, among which rows can be divided."""
+    users = [self] if reference is None else [self, reference]
+    meshes = [b.slice.train_mesh.shape for b in users]
+    return math.lcm(*(m["data"] * m["fsdp"] for m in meshes))
 
   def score(self, batch: Batch, name: str, trips: int) -> jax.Array:
     """[M, b, T] log-probs of the tokens under one of its policies.
@@ -667,8 +703,22 @@ class Backbone:
       rows: of the step.
       shares: `extent` on every host.
     """
-    mesh, own = self.slice.train_mesh, self._own(rows)
-    local = mesh.shape["data"] * mesh.shape["fsdp"] // len(shares)
+    batch, trips = self._one_by_one(rows, shares)
+    found = scores.programs(self.learner).squares(
+      self.state.params,
+      self._below,
+      placement.global_batch(batch, self.slice.train_mesh),
+      trips,
+      self._temperatures,
+    )
+    return self._by_turn(rows, found)
+
+  def _one_by_one(
+    self, rows: Rows, shares, reference: "Backbone | None" = None
+  ) -> tuple[Batch, int]:
+    """(own turns, each in a row of its own, micro-batches with rows)."""
+    own = self._own(rows)
+    local = self._shards(reference) // len(shares)
     trips = max(1, -(-max(s["turns"] for s in shares) // local))
     batch = scores.lay_out(
       [rows.turns[i] for i in own],
@@ -680,16 +730,63 @@ class Backbone:
         max(s["longest"] for s in shares), self.row_buckets
       ),
     )
-    found = scores.programs(self.learner).squares(
+    return batch, trips
+
+  def _by_turn(self, rows: Rows, found: jax.Array) -> np.ndarray:
+    """[N] of rows [M, b] that `_one_by_one` has laid out; 0 elsewhere."""
+    own = self._own(rows)
+    values = np.zeros(len(rows.turns), np.float32)
+    values[own] = placement.local_rows(found).reshape(-1)[: len(own)]
+    return values
+
+  def row_norms(
+    self,
+    rows: Rows,
+    advantages: np.ndarray,
+    work: Work,
+    shares: Sequence[Mapping[str, Any]],
+    extents: Sequence[Mapping[str, int]],
+    *,
+    reference: "Backbone | None" = None,
+  ) -> np.ndarray:
+    """[N] norm of the gradient of what each turn adds to the loss of its
+    update, at the weights as they are; 0 for turns in none.
+
+    Args:
+      rows: of the step.
+      advantages: [N], of its rows.
+      work: what `work` found here.
+      shares: its numbers on every host.
+      extents: `extent` on every host.
+      reference: that the loss keeps near to.
+    """
+    mesh, own = self.slice.train_mesh, self._own(rows)
+    batch, trips = self._one_by_one(rows, extents, reference)
+    scale = np.zeros(len(rows.turns), np.float32)
+    for i, part in enumerate(work.parts):
+      total = _denominators(shares, i)[1]
+      for chat in part.chats:
+        owner = self.policy_index[rows.turns[chat[0]].policy]
+        scale[list(chat)] = 1 / total[owner]
+    lead = batch.tokens.shape[:2]
+
+    def lay(values: np.ndarray) -> np.ndarray:
+      laid = np.zeros(lead, np.float32)
+      laid.reshape(-1)[: len(own)] = values[own]
+      return laid
+
+    batch = batch._replace(weights=batch.weights * lay(work.weights)[..., None])
+    by_token = lay(advantages)[..., None] * (batch.segment_ids > 0)
+    data = self._data(batch, by_token.astype(np.float32), trips, reference)
+    found = scores.programs(self.learner).norms(
       self.state.params,
       self._below,
-      placement.global_batch(batch, mesh),
+      data,
+      placement.global_batch(lay(scale), mesh),
       trips,
       self._temperatures,
     )
-    squares = np.zeros(len(rows.turns), np.float32)
-    squares[own] = placement.local_rows(found).reshape(-1)[: len(own)]
-    return squares
+    return self._by_turn(rows, found)
 
   def score_vectors(self, rows: Batch) -> np.ndarray:
     """[b, P] z of each row of `scores.lay_out` with one micro-batch, in all P
@@ -713,18 +810,47 @@ class Backbone:
       for agent in own.values()
     ]
 
+  def agent_norms(
+    self,
+    rows: Rows,
+    advantages: np.ndarray,
+    work: Work,
+    shares: Sequence[Mapping[str, Any]],
+    *,
+    reference: "Backbone | None" = None,
+  ) -> dict[int, float]:
+    """By the index of each agent that is trained here, the norm of its part of
+    the gradient of the first update, which is not made; arguments as `update`
+    has them."""
+    own = [i for n in self.trained for i in self.agents[n].values()]
+    batch = self._batch(rows, advantages, work, 0, shares, reference)
+    if batch is None:
+      return dict.fromkeys(own, 0.0)
+    norms = self._agent_norms(*batch, _denominators(shares, 0)[1])
+    found = dict(
+      zip(
+        (agent for agent, _ in self._of_agents()),
+        placement.fetch(norms).tolist(),
+        strict=True,
+      )
+    )
+    return {agent: found[agent] for agent in own}
+
+  def _agent_norms(self, data, trips, denominators) -> jax.Array:
+    return learner.programs(self.learner).agent_norms(
+      self.state.params,
+      self._below,
+      data,
+      denominators,
+      trips,
+      self._temperatures,
+      *np.array(self._of_agents()).T,
+    )
+
   def _train(self, data, trips, denominators, live, agent_norms) -> Update:
     programs, norms = learner.programs(self.learner), None
     if agent_norms:
-      norms = programs.agent_norms(
-        self.state.params,
-        self._below,
-        data,
-        denominators,
-        trips,
-        self._temperatures,
-        *np.array(self._of_agents()).T,
-      )
+      norms = self._agent_norms(data, trips, denominators)
     self.state, output = programs.train_step(
       self.state,
       self._below,
@@ -734,10 +860,23 @@ class Backbone:
       trips,
       self._temperatures,
     )
-    return Update(output, live, norms)
+    batch = data[0]
+    return Update(output, live, norms, (batch.turn_index, batch.weights))
 
 
-def _abstract(shapes: Any, shardings: Any) -> Any:
+def _denominators(
+  shares: Sequence[Mapping[str, Any]], number: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Of an update: [K] which policies it is of, [K] what their losses are
+  divided by; one of a policy without rows is not 0."""
+  parts = [share["parts"][number] for share in shares]
+  live = np.sum([p["num_chats"] for p in parts], axis=0) > 0
+  total = np.sum([p["denominators"] for p in parts], axis=0)
+  return live, np.where(live, total, 1).astype(np.float32)
+
+
+def abstract(shapes: Any, shardings: Any) -> Any:
+  """Trees of shapes and of shardings as one, to restore a checkpoint into."""
   return jax.tree.map(
     lambda shape, where: jax.ShapeDtypeStruct(
       shape.shape, shape.dtype, sharding=where

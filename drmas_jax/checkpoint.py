@@ -6,7 +6,8 @@ is whole, so that a kill leaves either all of a step or none of it:
     <workdir>/checkpoints/<step>/policy_<name>   a TrainState, readable alone
                                  run             JSON: `Run`
 
-The last `keep` steps stay, and the one with the highest score.
+The last `keep` steps stay, the one with the highest score, and those that are
+held for a spike (`spikes`).
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import logging
 import pathlib
 import shutil
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -75,6 +76,7 @@ class Checkpoints:
     self._ocp = ocp
     self._keep = keep
     self._read_only = read_only
+    self.held: set[int] = set()  # steps that stay, too
     self._scores: dict[int, float | None] = {}
     self._folder = pathlib.Path(workdir).absolute() / "checkpoints"
 
@@ -129,10 +131,14 @@ class Checkpoints:
     steps = self.steps()
     if self._read_only:
       return
-    kept = {*steps[-self._keep :], self.best()}
+    kept = {*steps[-self._keep :], self.best(), *self.held}
     for step in steps:
       if step not in kept:
         self._manager.delete(step)
+
+  @property
+  def workdir(self) -> pathlib.Path:
+    return self._folder.parent
 
   def close(self) -> None:
     self.wait()
@@ -191,13 +197,14 @@ class Checkpoints:
     return None
 
   def restore(
-    self, abstract: Mapping[str, TrainState]
+    self, abstract: Mapping[str, TrainState], step: int | None = None
   ) -> tuple[dict[str, TrainState], Run] | None:
     """The newest checkpoint that can be read, laid out as `abstract` says.
 
     Args:
       abstract: by policy, a TrainState of `jax.ShapeDtypeStruct` with the
         sharding wanted, whatever mesh it was saved from.
+      step: that one and no other, which `find` has found.
 
     Returns:
       States and record; None where there is no checkpoint. Newer ones that
@@ -207,7 +214,8 @@ class Checkpoints:
       ConfigError: where there are checkpoints and none can be read.
     """
     failed: dict[int, Exception] = {}
-    for step in reversed(self.steps()):
+    steps = reversed(self.steps()) if step is None else [step]
+    for step in steps:
       try:
         restored = self._read(step, abstract)
       except FormatError:
@@ -370,8 +378,12 @@ class SavedPolicy:
         "saved one"
       )
     policies = run.config["policies"]
-    trained = [n for n, p in sorted(policies.items()) if not p["frozen"]]
-    if policy in policies and policy not in trained:
+    trained = [
+      n
+      for n, p in sorted(policies.items())
+      if not p["frozen"] and not p.get("remote")
+    ]
+    if policy in policies and policies[policy]["frozen"]:
       raise ValueError(
         f"{workdir}: policy {policy!r} is frozen, so its weights are those of "
         f"{policies[policy]['checkpoint']!r}; use that checkpoint itself"
@@ -436,12 +448,98 @@ class SavedPolicy:
     return f"{name}@{self._step}" if self._step else name
 
 
+# -- a run that begins where another one was -----------------------------------
+
+_FORK = "fork.json"
+
+
+class Fork(NamedTuple):
+  """The checkpoint that a run began with.
+
+  Attributes:
+    workdir: of the other run, absolute.
+    step: a committed one of it.
+    asked: the step as it was written: "", "best" or a number.
+  """
+
+  workdir: str
+  step: int
+  asked: str
+
+  @classmethod
+  def find(cls, name: str) -> "Fork":
+    """What `--fork=WORKDIR`, `WORKDIR@STEP` or `WORKDIR@best` means now.
+
+    Raises:
+      ConfigError: there is no such run, or no such step in it.
+    """
+    workdir, asked = _split(name)
+    checkpoints = Checkpoints(workdir, read_only=True)
+    try:
+      steps = checkpoints.steps()
+      if not steps:
+        raise ValueError(f"{workdir}: holds no checkpoint to begin with")
+      step = checkpoints.find(asked) if asked else steps[-1]
+    except ValueError as e:
+      raise config_lib.ConfigError(f"--fork={name}: {e}") from e
+    return cls(workdir, step, asked)
+
+  @classmethod
+  def of(cls, workdir: pathlib.Path, name: str) -> "Fork | None":
+    """That of a workdir whose run has begun or is to begin, with --fork=NAME or
+    without ("").
+
+    Raises:
+      ConfigError: the run that is there did not begin so.
+    """
+    path = workdir / _FORK
+    known = cls(**json.loads(path.read_text())) if path.exists() else None
+    if not name:
+      return known
+    if known is None:
+      if (workdir / "config.json").exists():
+        raise config_lib.ConfigError(
+          f"--fork={name}: --workdir={workdir} holds a run that began without "
+          "it; leave the flag out to go on with that run, or name a new "
+          "--workdir"
+        )
+      return cls.find(name)
+    if _split(name) not in (
+      (known.workdir, known.asked),
+      (known.workdir, str(known.step)),
+    ):
+      raise config_lib.ConfigError(
+        f"--fork={name}: the run in --workdir={workdir} began at step "
+        f"{known.step} of {known.workdir}; leave the flag out to go on with "
+        "it, or name a new --workdir"
+      )
+    return known
+
+  def write(self, workdir: pathlib.Path) -> None:
+    """Before anything else of the run is there."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    writers.write_json(workdir / _FORK, self._asdict())
+
+  @property
+  def checkpoints(self) -> Checkpoints:
+    return Checkpoints(self.workdir, read_only=True)
+
+
+def _split(name: str) -> tuple[str, str]:
+  """(absolute workdir, step) of WORKDIR[@STEP]."""
+  workdir, at, step = name.rpartition("@")
+  if not at or not (step == "best" or step.isdigit()):  # a folder with an @
+    workdir, step = name, ""
+  return str(pathlib.Path(workdir).expanduser().resolve()), step
+
+
 # -- what may change on resume (rule 25) ---------------------------------------
 
 Kind = Literal["free", "guarded", "never"]
 
 _FREE = (
   *("steps", "eval", "logging", "checkpoint", "placement", "rollout"),
+  "health",
   "sft",  # of another mode
 )
 _NEVER = (
@@ -457,6 +555,11 @@ _NEVER = (
   "agents.*.template",
   "orchestra.name",
 )
+_FREE_OF_REMOTE = (
+  *("policies.*.remote.concurrency", "policies.*.remote.timeout_s"),
+  *("policies.*.remote.key_env", "policies.*.remote.cache"),
+  "policies.*.remote.*_price",
+)
 _ABSENT = "(absent)"
 
 
@@ -471,7 +574,10 @@ class Change:
 
 
 def compare_config(
-  saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str] = ()
+  saved: Mapping[str, Any],
+  now: Mapping[str, Any],
+  allow: Collection[str] = (),
+  fork: bool = False,
 ) -> list[Change]:
   """What a resumed run changes, all of it allowed.
 
@@ -483,11 +589,12 @@ def compare_config(
     saved: `config.to_dict` of the checkpoint's config (`Run.config`).
     now: that of this run's.
     allow: keys given by --allow_change.
+    fork: into a workdir of its own, where all but the last kind is free.
 
   Raises:
     ConfigError: with every change refused, one line each.
   """
-  changes = _changes(saved, now)
+  changes = changes_between(saved, now)
   faults = [
     f"allow_change={key}: no such key in the config; write one such as "
     "policies.NAME.optimizer"
@@ -501,14 +608,19 @@ def compare_config(
         f"{what}; it cannot change on resume; write it back, or "
         "start a new --workdir"
       )
-    elif c.kind == "guarded" and not any(_under(c.key, a) for a in allow):
+    elif c.kind == "guarded" and not (
+      fork or any(_under(c.key, a) for a in allow)
+    ):
       faults.append(f"{what}; write it back, or pass --allow_change={c.key}")
   if faults:
     raise config_lib.ConfigError("\n".join(faults))
   return changes
 
 
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def changes_between(
+  saved: Mapping[str, Any], now: Mapping[str, Any]
+) -> list[Change]:
+  """All that two configs (`config.to_dict`) do not have in common."""
   changes, old, new = [], dict(saved), dict(now)
   for group in ("policies", "agents"):
     common = sorted(set(old[group]) & set(new[group]))
@@ -527,14 +639,17 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     if before == _ABSENT and after is None:
       continue  # a key that the version of the checkpoint did not have
     if before != after:
-      changes.append(Change(key, before, after, _kind(key)))
+      changes.append(Change(key, before, after, kind_of(key)))
   return changes
 
 
-def _kind(key: str) -> Kind:
+def kind_of(key: str) -> Kind:
+  """Whether a key of the config may change on resume."""
   if any(fnmatch.fnmatchcase(key, p) for p in _NEVER):
     return "never"
   if any(_under(key, p) for p in _FREE):
+    return "free"
+  if any(fnmatch.fnmatchcase(key, p) for p in _FREE_OF_REMOTE):
     return "free"
   return "guarded"
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from drmas_jax import config as config_lib
-from drmas_jax import manifest, metrics, writers
+from drmas_jax import figures, manifest, metrics, writers
 
 _FORMAT = 1  # of results.json
 _LOOKS = ("-", "--", ":", "-.")  # of agents, in the figure
@@ -536,7 +536,7 @@ def figure(groups: Sequence[Group], path: pathlib.Path) -> list[str]:
       missing.append(one.name)
   if not any(series):
     return ["no figure: no run has a metrics.jsonl"]
-  writers.draw(_panels([one.name for one in groups], series), path, columns=3)
+  figures.draw(_panels([one.name for one in groups], series), path, columns=3)
   left_out = ", ".join(missing)
   return (
     [f"runs without metrics.jsonl not drawn: {left_out}"] if missing else []
@@ -545,7 +545,7 @@ def figure(groups: Sequence[Group], path: pathlib.Path) -> list[str]:
 
 def _panels(
   names: Sequence[str], series: Sequence[Sequence[Mapping[str, Any]]]
-) -> list[writers.Panel]:
+) -> list[figures.Panel]:
   several = any(len(runs) > 1 for runs in series)
   spread = " (mean and range of runs)" if several else ""
   held_out = _held_out_name(series)
@@ -565,7 +565,7 @@ def _panels(
         look = "o-" if scale == "share" else _LOOKS[i % len(_LOOKS)]
         label = name if scale == "share" else f"{name}: {kind}"
         lines += _line(label, curves, color, look)
-    panels.append(writers.Panel(title + spread, scale, lines))
+    panels.append(figures.Panel(title + spread, scale, lines))
   return panels
 
 
@@ -584,7 +584,7 @@ def _line(
   curves: Sequence[tuple[np.ndarray, np.ndarray]],
   color: int,
   look: str,
-) -> list[writers.Line]:
+) -> list[figures.Line]:
   """The mean at the steps that all have; none where there are no such steps."""
   if not curves:
     return []
@@ -593,7 +593,7 @@ def _line(
   if not len(steps):
     return []
   band = (values.min(axis=0), values.max(axis=0)) if len(curves) > 1 else None
-  return [writers.Line(label, steps, values.mean(axis=0), color, look, band)]
+  return [figures.Line(label, steps, values.mean(axis=0), color, look, band)]
 
 
 # -- the command ---------------------------------------------------------------

@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import pathlib
 import sys
 import traceback
@@ -24,7 +25,9 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-Mode = Literal["train", "eval", "sft", "serve"]
+from drmas_jax import usercode
+
+Mode = Literal["train", "eval", "sft", "serve", "check"]
 
 
 class ConfigError(ValueError):
@@ -186,6 +189,38 @@ class Adapter:
 
 
 @dataclasses.dataclass(frozen=True)
+class Remote:
+  """An OpenAI-style endpoint: chat completions over HTTP.
+
+  Attributes:
+    base_url: such as "https://api.openai.com/v1"; what is asked is
+      base_url/chat/completions.
+    model: its name there.
+    key_env: the name of the environment variable that holds the key; "": none
+      is sent. The key itself is written nowhere.
+    concurrency: requests at once, from each host; others wait for their turn.
+    timeout_s: of a call, with all its tries and the pauses between them. It
+      runs from when it is the call's turn.
+    prompt_price, completion_price: of a million tokens, in any currency.
+    cache: a folder where replies are kept by what was asked, so that the same
+      is not asked (and paid) twice; "auto": drmas_jax/replies in the user's
+      cache folder; "": none is kept.
+    options: further fields of each request, such as reasoning_effort="low";
+      None leaves out one that would be there (max_tokens=None).
+  """
+
+  base_url: str
+  model: str
+  key_env: str = ""
+  concurrency: int = _bounded(8, low=1)
+  timeout_s: float = _bounded(120.0, above=0.0)
+  prompt_price: float = _bounded(0.0, low=0.0)
+  completion_price: float = _bounded(0.0, low=0.0)
+  cache: str = "auto"
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Policy:
   """One LLM of the team.
 
@@ -198,6 +233,8 @@ class Policy:
       ("Qwen/Qwen3-4B"), "tiny:NAME" for a shipped one, or
       "run:WORKDIR/POLICY" for another run's, at its newest checkpoint, that
       of a step ("..@200") or the best ("..@best").
+    remote: in place of a checkpoint; it is asked over HTTP, never trained, and
+      in no statistics, and no other key of the policy is for it.
     frozen: sampled from, never trained.
     adapter: trains low-rank adapters and not the weights; none: the weights.
     compute_dtype: of activations; parameters and optimizer are float32.
@@ -225,7 +262,8 @@ class Policy:
     update_on_zero_signal: rule 12's reference behaviour.
   """
 
-  checkpoint: str
+  checkpoint: str = ""
+  remote: Remote | None = None
   frozen: bool = False
   adapter: Adapter | None = None
   compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -244,6 +282,17 @@ class Policy:
   optimizer: Optimizer = Optimizer()
   loss: Loss = Loss()
   engine: Engine = Engine()
+
+  @property
+  def trained(self) -> bool:
+    return not self.frozen and self.remote is None
+
+  @property
+  def origin(self) -> str:
+    """Where it comes from, for people."""
+    if self.remote is None:
+      return self.checkpoint
+    return f"{self.remote.model} at {self.remote.base_url}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -480,13 +529,69 @@ class Logging:
       Dr. MAS's lemma 4.2 (a gradient for each turn); 0 for none.
     transcripts_mb: limit of the transcripts on disk.
     transcript_groups: groups of a step, and questions of a held-out set in
-      `--mode=eval`, that are written whole.
+      `--mode=eval`, that are written whole; for rejection sampling (`show
+      --export`) as many as there are, `data.num_tasks`.
+    writers: who gets the numbers of a step: "jsonl" (always: other parts read
+      it), "tensorboard", "wandb", and modules of your own ("my_pkg.my_writer"),
+      which get the episodes too that are written whole; see `writers`.
+    spikes_kept: batches of norm spikes and of non-finite updates that stay, the
+      newest, each with the checkpoint before it, for `--mode=replay --spike`;
+      0 for none.
+    spikes_mb: a batch that is larger on a host is not kept.
   """
 
   agent_norm_every: int = _bounded(10, low=0)
   score_norm_every: int = _bounded(0, low=0)
   transcripts_mb: float = _bounded(64.0, low=0.0)
   transcript_groups: int = _bounded(2, low=0)
+  writers: tuple[str, ...] = ("jsonl", "tensorboard")
+  spikes_kept: int = _bounded(2, low=0)
+  spikes_mb: float = _bounded(256.0, above=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+  """When a step raises an alarm, by the names of `health.CHECKS`.
+
+  Shares and means are over a few steps; `health` says which, and why. An alarm
+  is shown when it begins, and is in <workdir>/alarms.jsonl.
+
+  Attributes:
+    stop_on: alarms that end the run, after it is saved, with exit code 3.
+    truncated: more of an agent's completions than this share are cut.
+    invalid: more of an agent's turns than this share are invalid.
+    zero_variance: in more of an agent's groups than this share all scores are
+      equal, and the team is not nearly always right.
+    one_verdict: an agent that has a choice decides one way in at least this
+      share of its turns, and the team is not nearly always right.
+    entropy: an agent's entropy falls or rises by this factor, and its reward
+      does not rise.
+    ratio: a token's ratio is off 1 by more than this in the first update.
+    logprob_gap: mean difference between the log-probs of learner and sampler.
+    norm_spike: a policy's gradient norm is more than so many times its running
+      median, and far outside of its usual scatter (`health.is_spike`), for the
+      second time within a window.
+    held_out: fall of the held-out score below its best while training rewards
+      are higher than then.
+    window: steps that a running median is over.
+    slow_factor, slow_floor_s: a step, an evaluation or a save that takes so
+      many times the median of those before it, and at least so long, is told
+      of, with what it waits for; stacks of all threads go to <workdir>/stacks.
+  """
+
+  stop_on: tuple[str, ...] = ()
+  truncated: float = _bounded(0.5, above=0.0, high=1.0)
+  invalid: float = _bounded(0.5, above=0.0, high=1.0)
+  zero_variance: float = _bounded(0.8, above=0.0, high=1.0)
+  one_verdict: float = _bounded(0.98, above=0.5, high=1.0)
+  entropy: float = _bounded(3.0, above=1.0)
+  ratio: float = _bounded(0.5, above=0.0)
+  logprob_gap: float = _bounded(0.02, above=0.0)
+  norm_spike: float = _bounded(3.0, above=1.0)
+  held_out: float = _bounded(0.05, low=0.0)
+  window: int = _bounded(20, low=10)
+  slow_factor: float = _bounded(2.0, above=1.0)
+  slow_floor_s: float = _bounded(60.0, above=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -527,6 +632,7 @@ class Config:
   checkpoint: Checkpoint = Checkpoint()
   placement: Placement = Placement()
   logging: Logging = Logging()
+  health: Health = Health()
   sft: Sft = Sft()
 
   @property
@@ -536,18 +642,26 @@ class Config:
 
   @property
   def trained(self) -> tuple[str, ...]:
-    return tuple(n for n, p in sorted(self.policies.items()) if not p.frozen)
+    return tuple(n for n, p in sorted(self.policies.items()) if p.trained)
+
+  @property
+  def remotes(self) -> dict[str, Remote]:
+    """The policies that are elsewhere."""
+    policies = sorted(self.policies.items())
+    return {n: p.remote for n, p in policies if p.remote is not None}
 
   @property
   def backbones(self) -> dict[str, tuple[str, ...]]:
     """The policies of each set of weights, by their names joined by "+".
 
     Adapters on one checkpoint share it, and come first; then the frozen
-    policies that are that checkpoint.
+    policies that are that checkpoint. Those that are remote have none.
     """
     shared = {p.checkpoint for p in self.policies.values() if p.adapter}
     homes: dict[str, list[str]] = {}
     for name, policy in sorted(self.policies.items()):
+      if policy.remote is not None:
+        continue
       joins = policy.adapter or policy.frozen
       on = joins and policy.checkpoint in shared
       homes.setdefault(policy.checkpoint if on else f"={name}", []).append(name)
@@ -596,6 +710,30 @@ def read(
   for override in overrides:
     _override(raw, override)
   return check(build(raw), mode)
+
+
+def resolve(
+  source: "str | pathlib.Path | Mapping[str, Any] | Config",
+  changes: Mapping[str, Any],
+) -> Config:
+  """The same from Python: a path, plain data, a ConfigDict or a Config.
+
+  Args:
+    source: of the config; it stays as it is.
+    changes: values by dotted key; groups of keys may be dicts.
+
+  Raises:
+    ConfigError: as `read`.
+  """
+  if isinstance(source, Config):
+    raw = to_dict(source)
+  elif isinstance(source, (str, pathlib.Path)):
+    raw = load_file(source)
+  else:
+    raw = _plain(source)
+  for key, value in flatten(changes).items():
+    _set(raw, key.split("."), value)
+  return check(build(raw))
 
 
 def policies_alone(
@@ -733,17 +871,23 @@ def _override(raw: dict[str, Any], text: str) -> None:
   parts = key.split(".")
   if not sep or not all(parts):
     raise ConfigError(f"override {text!r}: write --config.a.b=value")
+  try:
+    found = ast.literal_eval(value)
+  except (ValueError, SyntaxError, TypeError):
+    found = {"true": True, "false": False}.get(value, value)
+  _set(raw, parts, found)
+
+
+def _set(raw: dict[str, Any], parts: Sequence[str], value: Any) -> None:
   node = raw
   for part in parts[:-1]:
     if node.get(part) is None:
       node[part] = {}
     node = node[part]
     if not isinstance(node, dict):
+      key = ".".join(parts)
       raise ConfigError(f"{key}: {part!r} is a value, not a group of keys")
-  try:
-    node[parts[-1]] = ast.literal_eval(value)
-  except (ValueError, SyntaxError, TypeError):
-    node[parts[-1]] = {"true": True, "false": False}.get(value, value)
+  node[parts[-1]] = value
 
 
 def _build(cls: type, raw: Any, path: str, faults: list[str]) -> Any:
@@ -942,6 +1086,9 @@ def check(config: Config, mode: Mode = "train") -> Config:
   Raises:
     ConfigError: with every fault found, one line each.
   """
+  asks = mode not in ("sft", "check")  # whoever is remote
+  if mode == "check":
+    mode = "train" if config.trained else "eval"
   faults: list[str] = []
   for name in (*config.policies, *config.agents):
     if not name.isidentifier():
@@ -956,11 +1103,16 @@ def check(config: Config, mode: Mode = "train") -> Config:
     faults += _check_policy(
       f"policies.{name}", policy, name in config.references
     )
+  if asks:
+    faults += _check_keys(config)
   faults += check_backbones(config, mode)
   faults += _check_mode(config, mode)
+  if mode in ("train", "sft"):
+    faults += _check_writers(config.logging.writers)
   if mode == "train" and not faults:
     faults += _check_importance(config)
   faults += _check_tables(config)
+  faults += _check_health(config.health)
   faults += _check_parts(config, mode)
   faults += _check_placement(config)
   _raise(faults)
@@ -977,7 +1129,7 @@ def _check_use(name: str, config: Config) -> list[str]:
       f"agents.NAME.policy={name!r}"
     ]
   faults, policy = [], config.policies[name]
-  if agents and not policy.frozen:
+  if agents and policy.trained:
     if not any(config.agents[a].train for a in agents):
       faults.append(
         f"policies.{name}: train=False for all its agents "
@@ -1021,7 +1173,7 @@ def _check_mode(config: Config, mode: Mode) -> list[str]:
   faults = []
   if mode in ("train", "sft") and not config.trained:
     faults.append(
-      "policies: all are frozen, so nothing would be trained; set "
+      "policies: all are frozen or remote, so nothing would be trained; set "
       "frozen=False for one, or use --mode=eval"
     )
   if mode == "eval" and not config.eval.num_tasks:
@@ -1041,6 +1193,28 @@ def _check_mode(config: Config, mode: Mode) -> list[str]:
   return faults
 
 
+def _check_writers(names: Sequence[str]) -> list[str]:
+  path, faults = "logging.writers", []
+  for name in sorted(set(names)):
+    if names.count(name) > 1:
+      faults.append(f"{path}: {name!r} is there twice; remove one")
+    try:
+      _function("writers", name, "make")
+    except ConfigError as e:
+      faults.append(f"{path}: {e}")
+    if name == "wandb" and importlib.util.find_spec("wandb") is None:
+      faults.append(
+        f"{path}: 'wandb' needs a package that is not installed; pip install "
+        "'drmas-jax[wandb]', or remove it"
+      )
+  if "jsonl" not in names:
+    faults.append(
+      f"{path}: {list(names)} lacks 'jsonl', which the report, compare and "
+      "resume read; add it"
+    )
+  return faults
+
+
 def _check_agent(
   path: str, agent: Agent, config: Config, mode: Mode
 ) -> list[str]:
@@ -1050,13 +1224,13 @@ def _check_agent(
       f"{', '.join(sorted(config.policies))}; add it to policies or rename"
     ]
   faults, policy = [], config.policies[agent.policy]
-  if agent.max_tokens >= policy.engine.max_length:
+  if policy.remote is None and agent.max_tokens >= policy.engine.max_length:
     faults.append(
       f"{path}.max_tokens: {agent.max_tokens} leaves no room for a prompt; "
       f"write less than policies.{agent.policy}.engine.max_length="
       f"{policy.engine.max_length}"
     )
-  if mode == "train" and not policy.frozen and not agent.sampling.temperature:
+  if mode == "train" and policy.trained and not agent.sampling.temperature:
     faults.append(
       f"{path}.sampling.temperature: 0 is greedy and teaches nothing; write a "
       "value > 0 (eval.sampling may be greedy)"
@@ -1068,7 +1242,7 @@ def _check_agent(
       f"max_tokens={agent.max_tokens}, so that completions without a token "
       "would be overlong; lower it"
     )
-  uncorrected = not policy.frozen and policy.loss.importance == "none"
+  uncorrected = policy.trained and policy.loss.importance == "none"
   if mode == "train" and uncorrected and _narrow(agent.sampling):
     faults.append(
       f"{path}.sampling: top_k={agent.sampling.top_k}, top_p="
@@ -1076,7 +1250,8 @@ def _check_agent(
       "distribution than the loss has; write 0 and 1 (eval.sampling is free), "
       f"or policies.{agent.policy}.loss.importance='token'"
     )
-  faults += _check_prompt(path, agent, policy.engine)
+  if policy.remote is None:
+    faults += _check_prompt(path, agent, policy.engine)
   try:
     role = load_role(agent.role)
   except ConfigError as e:
@@ -1089,10 +1264,18 @@ def _check_agent(
   return faults + _check_options(f"{path}.options", role.parse, agent.options)
 
 
+# Keys of an agent that are about scores, and about scores, losses and ids.
+_OF_SCORES = ("invalid_penalty", "overlong_tokens", "overlong_penalty")
+_OF_ROWS = (*_OF_SCORES, "train", "loss_weight", "max_prompt_tokens", "cut")
+
+
 def _check_agent_effect(path: str, agent: Agent, policy: Policy) -> list[str]:
   """Keys of an agent that were set and would change nothing."""
   idle = {}
-  if policy.frozen:
+  if policy.remote is not None:
+    why = f"policies.{agent.policy}.remote"
+    idle = dict.fromkeys(_OF_ROWS, why)
+  elif policy.frozen:
     why = f"policies.{agent.policy}.frozen=True"
     idle = dict.fromkeys(("train", "loss_weight"), why)
   elif not agent.train:
@@ -1120,7 +1303,7 @@ def _check_importance(config: Config) -> list[str]:
     "'sampler' and top_k=0, top_p=1 for all its agents; remove it, or write "
     "old_logprobs='learner'"
     for name, policy in config.policies.items()
-    if not policy.frozen
+    if policy.trained
     and policy.loss.importance != "none"
     and policy.old_logprobs == "sampler"
     and not any(
@@ -1151,7 +1334,14 @@ def _check_prompt(path: str, agent: Agent, engine: Engine) -> list[str]:
 def _check_policy(
   path: str, policy: Policy, is_reference: bool = False
 ) -> list[str]:
+  if policy.remote is not None:
+    return _check_remote(path, policy)
   faults, room = [], policy.engine.max_length
+  if not policy.checkpoint:
+    faults.append(
+      f"{path}.checkpoint: missing; write a folder or a name of the hub, or "
+      f"{path}.remote=dict(base_url=.., model=..) for an endpoint"
+    )
   if policy.update_phase >= policy.update_every:
     faults.append(
       f"{path}.update_phase: {policy.update_phase} would never come; write "
@@ -1183,6 +1373,52 @@ def _check_policy(
   return faults + _check_effect(path, policy, is_reference)
 
 
+# What a request consists of, and what its reader relies on.
+_FIXED = ("messages", "model", "n", "stream")
+
+
+def _check_remote(path: str, policy: Policy) -> list[str]:
+  """A policy that is elsewhere, and the other keys, which it has no use for."""
+  url_fault = importlib.import_module(f"{__package__}.http").url_fault
+  remote, faults = policy.remote, []
+  if fault := url_fault(remote.base_url):
+    faults.append(f"{path}.remote.base_url{fault}")
+  elif "?" in remote.base_url or "#" in remote.base_url:
+    faults.append(
+      f"{path}.remote.base_url={remote.base_url!r}: is followed by "
+      "/chat/completions, so it can have no ? and no #; leave them out"
+    )
+  faults += [
+    f"{path}.remote.options.{key}: is not an option of a request here; remove "
+    "it"
+    for key in _FIXED
+    if key in remote.options
+  ]
+  others = (f.name for f in dataclasses.fields(Policy) if f.name != "remote")
+  faults += [
+    f"{path}.{key}: has no effect with remote; remove it, or remote"
+    for key in others
+    if getattr(policy, key) != _default(Policy, key)
+  ]
+  return faults
+
+
+def _check_keys(config: Config) -> list[str]:
+  """Of endpoints. What is written in the place of a name may be the key itself,
+  so it is not shown."""
+  return [
+    f"policies.{name}.remote.key_env: names no environment variable that is "
+    "set to a key (printable ASCII without spaces); export one, and write its "
+    "name here, not the key"
+    for name, remote in config.remotes.items()
+    if remote.key_env and not _is_key(os.environ.get(remote.key_env, ""))
+  ]
+
+
+def _is_key(text: str) -> bool:
+  return text.isascii() and text.isprintable() and text.split() == [text]
+
+
 def _check_effect(
   path: str, policy: Policy, is_reference: bool = False
 ) -> list[str]:
@@ -1190,7 +1426,7 @@ def _check_effect(
   idle = _idle_of_policy(policy)
   if is_reference:  # it scores the others' rows
     idle = {k: v for k, v in idle.items() if k != "compute_dtype"}
-  if not policy.frozen:
+  if policy.trained:
     idle |= _idle_of_optimizer(policy.optimizer)
     if policy.adapter and policy.optimizer.offload:
       idle["optimizer.offload"] = "an adapter, whose state stays on the device"
@@ -1254,7 +1490,10 @@ def _idle_of_loss(loss: Loss) -> dict[str, str]:
 
 
 def _default(cls: type, name: str) -> Any:
-  return next(f.default for f in dataclasses.fields(cls) if f.name == name)
+  field = next(f for f in dataclasses.fields(cls) if f.name == name)
+  if field.default is dataclasses.MISSING:
+    return field.default_factory()
+  return field.default
 
 
 def check_backbones(config: Config, mode: Mode = "train") -> list[str]:
@@ -1321,6 +1560,16 @@ def _check_tables(config: Config) -> list[str]:
         f"rename it, or add a row to {table} in {module}.py"
       )
   return faults
+
+
+def _check_health(health: Health) -> list[str]:
+  known = table_names("health", "CHECKS")
+  return [
+    f"health.stop_on: {name!r} is no alarm; allowed are {', '.join(known)}; "
+    "rename or remove it"
+    for name in health.stop_on
+    if name not in known
+  ]
 
 
 def _check_advantage(advantage: Advantage) -> list[str]:
@@ -1399,7 +1648,8 @@ def _check_parts(config: Config, mode: Mode) -> list[str]:
   if not faults:
     try:
       roles = _function("orchestras", config.orchestra.name, "ROLES")
-      faults += _check_roles(roles, config)
+      module = load_module("environments", config.environment.name)
+      faults += _check_roles(roles, vars(module).get("JUDGES", ()), config)
     except ConfigError as e:
       faults.append(f"orchestra.name: {e}")
   return faults
@@ -1429,6 +1679,8 @@ def _own_check(path: str, kind: str, part: Any) -> list[str]:
       check(**part.options)
   except ValueError as e:
     return [f"{path}.{e}"]
+  except Exception as e:
+    return [f"{path}: {_broken(f'{part.name}.check', e)}"]
   return []
 
 
@@ -1440,18 +1692,37 @@ def _function(kind: str, module: str, name: str) -> Any:
   return found
 
 
-def _check_roles(roles: Sequence[str], config: Config) -> list[str]:
-  name = config.orchestra.name
-  return [
-    f"agents.{role}: missing; the orchestra {name!r} calls it: add an entry"
-    for role in roles
+def _check_roles(
+  roles: Sequence[str], judges: Sequence[str], config: Config
+) -> list[str]:
+  """Agents that the orchestra calls, and those that the environment asks."""
+  orchestra = f"the orchestra {config.orchestra.name!r}"
+  asks = f"the environment {config.environment.name!r} asks"
+  callers = dict.fromkeys(judges, asks)
+  callers |= dict.fromkeys(roles, f"{orchestra} calls")
+  faults = [
+    f"agents.{role}: missing; {caller} it: add an entry"
+    for role, caller in callers.items()
     if role not in config.agents
-  ] + [
-    f"agents.{agent}: the orchestra {name!r} never calls it; allowed are "
-    f"{', '.join(roles)}; remove it"
-    for agent in config.agents
-    if agent not in roles
   ]
+  for name, agent in config.agents.items():
+    if name not in callers:
+      faults.append(
+        f"agents.{name}: {orchestra} never calls it; allowed are "
+        f"{', '.join(callers)}; remove it"
+      )
+    if name in judges and config.policies[agent.policy].trained:
+      faults.append(
+        f"agents.{name}.policy: {agent.policy!r} is trained, and {asks} the "
+        "agent about rewards; allowed are frozen and remote policies; name one"
+      )
+    elif callers.get(name) == asks and agent.policy not in config.remotes:
+      faults += [
+        f"agents.{name}.{key}: has no effect on an agent that {asks}; remove it"
+        for key in _OF_SCORES
+        if getattr(agent, key) != _default(Agent, key)
+      ]
+  return faults
 
 
 def _check_placement(config: Config) -> list[str]:
@@ -1466,6 +1737,8 @@ def _check_placement(config: Config) -> list[str]:
     path = f"placement.shares.{name}"
     if name not in config.policies:
       faults.append(_unknown(path, name, sorted(config.policies)))
+    elif name in config.remotes:
+      faults.append(f"{path}: has no effect on a remote policy; remove it")
     if share < 1:
       faults.append(f"{path}: {share} is out of range; write a value >= 1")
   if placement.shares and placement.strategy == "shared":
@@ -1554,13 +1827,23 @@ def load_module(kind: str, name: str) -> Any:
   try:
     return importlib.import_module(target)
   except ModuleNotFoundError as e:
-    if not f"{target}.".startswith(f"{e.name}."):
-      raise  # the module is there; something that it imports is not
-    raise ConfigError(_not_found(kind, name)) from e
+    if f"{target}.".startswith(f"{e.name}."):
+      raise ConfigError(_not_found(kind, name)) from e
+    raise ConfigError(_broken(name, e)) from e
+  except Exception as e:
+    raise ConfigError(_broken(name, e)) from e
+
+
+def _broken(name: str, e: Exception) -> str:
+  """The module is there, and fails."""
+  where = usercode.line(e)
+  return f"{name!r} fails{where and f' at {where}'}: {type(e).__name__}: {e}"
 
 
 def _rows(kind: str) -> Mapping[str, Any]:
   """What a table of the folder holds, where files would all be alike."""
+  if kind == "writers":
+    return importlib.import_module(f"{__package__}.writers").WRITERS
   if kind != "datasets":
     return {}
   return importlib.import_module(f"{__package__}.datasets.public").SETS
@@ -1578,12 +1861,12 @@ def _not_found(kind: str, name: str) -> str:
 
 
 def load_role(name: str) -> Any:
-  """The `agents.agent.Agent` value that "module.role" names."""
+  """The `types.Agent` value that "module.role" names."""
   module_name, _, role = name.rpartition(".")
   if not module_name:
     raise ConfigError(f"{name!r} must be 'module.role', such as 'math.solver'")
   module = load_module("agents", module_name)
-  kind = importlib.import_module(f"{__package__}.agents.agent").Agent
+  kind = importlib.import_module(f"{__package__}.types").Agent
   known = {n: v for n, v in vars(module).items() if isinstance(v, kind)}
   if role not in known:
     raise ConfigError(

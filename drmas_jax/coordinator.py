@@ -17,11 +17,11 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import resource
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,28 +32,38 @@ from drmas_jax import (
   checkpoint,
   data,
   evaluate,
+  health,
   hosts,
   manifest,
   metrics,
   placement,
   records,
+  remote,
+  report,
   rewards,
   rollout,
   sampling,
   sft,
+  spikes,
+  transcripts,
+  usercode,
+  watchdog,
   writers,
 )
 from drmas_jax import config as config_lib
 from drmas_jax.backbone import (
   Backbone,
+  Work,
   checkpoint_folder,
   checkpoint_sizes,
+  logprob_gaps,
   pinned,
+  without_tokens,
 )
 from drmas_jax.evaluate import Evaluation, Summary
 from drmas_jax.models import weights
 from drmas_jax.rollout import Stopped
-from drmas_jax.types import Group, RunError, Task
+from drmas_jax.types import Group, RunError, Task, UserError
 
 _GRACE_S = 30.0  # a step may go on for this long after SIGTERM
 _FIRST = 5  # batches that a process plays before it wonders at no reward
@@ -77,9 +87,10 @@ class Stop:
     self._says = says.format(grace_s=self._grace_s)
     self.signal = 0
     self._since = 0.0
-    self._before = {
-      s: signal.signal(s, self._wish) for s in (signal.SIGINT, signal.SIGTERM)
-    }
+    # Python hears of signals in its main thread alone.
+    main = threading.current_thread() is threading.main_thread()
+    heard = (signal.SIGINT, signal.SIGTERM) if main else ()
+    self._before = {s: signal.signal(s, self._wish) for s in heard}
 
   def _wish(self, number: int, frame: Any) -> None:
     if self.signal:
@@ -115,6 +126,7 @@ def main(
   allow_change: Sequence[str] = (),
   step: str = "",
   fresh: bool = False,
+  fork: str = "",
   processes: tuple[str | None, int | None, int | None] = (None, None, None),
   start: float | None = None,
 ) -> int:
@@ -127,9 +139,12 @@ def main(
     allow_change: keys that may differ from the checkpoint's config.
     step: the checkpoint that "eval" is of, or "best"; "": the newest.
     fresh: "eval" forgets what it has played before.
+    fork: "train" in a new workdir begins with the checkpoint WORKDIR[@STEP].
     processes: coordinator address, number, id; see `hosts.initialize`.
-    start: of the process, on the clock of `time.monotonic`.
+    start: of the process, on the clock of `time.monotonic`; None: it is not
+      of this run alone, which starts now.
   """
+  cpu_start = time.process_time() if start is None else 0.0
   start = time.monotonic() if start is None else start
   hosts.initialize(*processes, timeout_s=config.placement.timeout_s)
   config = _pinned(config)
@@ -141,10 +156,30 @@ def main(
   stop = Stop()
   try:
     training = Training(config, backbones, workdir, stop, start)
-    training.restore(allow_change)
-    return training.run()
+    training.cpu_start = cpu_start
+    training.restore(allow_change, fork)
+    with training.watch:
+      return training.run()
   finally:
     stop.close()
+
+
+def prepare(
+  config: config_lib.Config,
+  processes: tuple[str | None, int | None, int | None] = (None, None, None),
+  train: bool = True,
+) -> tuple[config_lib.Config, dict[str, Backbone]]:
+  """The config with the names of checkpoints fixed, and its backbones without
+  weights.
+
+  Args:
+    config: checked.
+    processes: see `main`.
+    train: whether anything will be trained.
+  """
+  hosts.initialize(*processes, timeout_s=config.placement.timeout_s)
+  config = _pinned(config)
+  return config, _build(config, train)
 
 
 def _pinned(config: config_lib.Config) -> config_lib.Config:
@@ -153,7 +188,7 @@ def _pinned(config: config_lib.Config) -> config_lib.Config:
   names = {}
   for name, policy in sorted(config.policies.items()):
     with _blaming(f"policies.{name}.checkpoint={policy.checkpoint!r}"):
-      names[name] = pinned(policy.checkpoint)
+      names[name] = policy.checkpoint and pinned(policy.checkpoint)
   names = hosts.agree("checkpoints", names)[0]
   policies = {
     name: dataclasses.replace(policy, checkpoint=names[name])
@@ -172,8 +207,14 @@ def _build(
 
   Nothing large is fetched for a plan that does not fit.
   """
-  names = {n: p.checkpoint for n, p in sorted(config.policies.items())}
+  names = {
+    n: p.checkpoint
+    for n, p in sorted(config.policies.items())
+    if p.remote is None
+  }
   folders, models, backbones = {}, {}, {}
+  if not names:
+    return backbones
   for name, path in names.items():
     with _blaming(f"policies.{name}.checkpoint={path!r}"):
       models[name] = checkpoint_sizes(path)
@@ -255,17 +296,34 @@ def _say(text: str) -> None:
     print(f"drmas_jax: {text}", file=sys.stderr, flush=True)
 
 
-def _source(where: str, key: str, source: config_lib.Source) -> Any:
+def make_source(where: str, key: str, source: config_lib.Source) -> Any:
+  """A data set.
+
+  Args:
+    where: its entry in the config.
+    key: of that entry.
+    source: the entry.
+
+  Raises:
+    ConfigError: it is not there, or its options are wrong.
+    UserError: its own code failed.
+  """
   source = config_lib.named(key, source)
   module = config_lib.load_module("datasets", source.name)
-  with _blaming(where):
-    return module.make(source.split, **source.options)
+  doing = f"making the {source.split!r} split of {where}"
+  with (
+    _blaming(where),
+    usercode.blaming(doing, code=module.make, passes=(ValueError,)),
+  ):
+    made = module.make(source.split, **source.options)
+    len(made), made.fingerprint, made.__getitem__  # what is asked of it
+    return made
 
 
 def stream(config: config_lib.Config) -> data.Stream:
   """The training tasks."""
   sources = config.data.sources
-  made = {k: _source(f"data.sources.{k}", k, s) for k, s in sources.items()}
+  made = {k: make_source(f"data.sources.{k}", k, s) for k, s in sources.items()}
   with _blaming("data.sources"):
     return data.Stream(
       made,
@@ -285,7 +343,7 @@ def _held_out(
     where = f"eval.sources.{key}"
     if not config.eval.sources:
       where = f"eval.sources: empty, so data.sources.{key} gives its test split"
-    made = _source(where, key, source)
+    made = make_source(where, key, source)
     with _blaming(where):
       tasks[key] = data.held_out(key, made, most)
     fingerprints[f"eval/{key}"] = made.fingerprint
@@ -302,6 +360,7 @@ def _rollout(
     {n: s for b in backbones.values() for n, s in b.samplers.items()},
     config,
     heartbeat=stop.check,
+    remotes=remote.connect(config),
   )
 
 
@@ -380,18 +439,30 @@ class Training:
     self.before: Summary = {}
     self.averages = np.zeros((len(config.agent_names), 2))  # of advantages
     self.deterministic = True
+    self.health = health.Monitor(config)
     self.totals = dict.fromkeys(
       ("seconds", "cpu_seconds", "tokens", "rollout_s"), 0.0
     )
     self.changes: list[dict[str, Any]] = []  # of the config, on resumes
+    self.fork: checkpoint.Fork | None = None
+    self.spikes = spikes.Spikes(workdir, config.logging, jax.process_index())
     # Of this process.
     self.start = start
+    self.cpu_start = 0.0  # CPU seconds of the process before the run
+    self.ended = time.monotonic()  # the last step, or what came before it
     self.first_step_s: float | None = None
     self.eval_s = 0.0
     self.rewarded: list[float] = []  # episodes with a reward, by batch
+    self.broken = ""  # how the team's own code failed
     self.shapes: dict[str, set] = {n: set() for n in backbones}
     self._earlier = dict(self.totals)
     self.writer: Any = writers.Writer()  # of nothing, unless training
+    self.watch = watchdog.Watchdog(
+      workdir / "stacks" if jax.process_index() == 0 else None,
+      factor=config.health.slow_factor,
+      floor_s=config.health.slow_floor_s,
+      say=lambda text: print(f"drmas_jax: {text}", file=sys.stderr, flush=True),
+    )
 
   # -- the run --
 
@@ -404,7 +475,8 @@ class Training:
         self.before = self.evaluate(final=True).summary()
       while self.step_done < self.config.steps:
         self._follow_up()
-        self.step()
+        with self.watch.during("step"):
+          self.step()
       after = self._follow_up()
     except Stopped:
       return self._interrupted()
@@ -442,23 +514,26 @@ class Training:
       Stopped: by a signal, on any host; the state is that before or after it.
     """
     began, before = time.monotonic(), self._counts()
-    collected = self._collect()
+    with self.watch.during("rollout", self.rollout.waiting):
+      collected = self._collect()
     played, after = time.monotonic(), self._counts()
     groups = collected.groups
     rows = rewards.row_scores(groups, self.penalties, self.overlong)
-    estimate, averages = self._estimate(groups, rows)
+    estimate, averages = self.estimate(self.config.advantage, groups, rows)
     due = self._due()
-    work = {
-      name: backbone.work(rows, estimate.values, due)
-      for name, backbone in self.backbones.items()
-      if any(n in due for n in backbone.trained)
-    }
+    work = self.work(rows, estimate.values, due)
     shares = self._agree(work, collected)
+    if broken := [s["broken"] for s in shares if s["broken"]]:
+      raise UserError(broken[0])
     if max(s["abandoned"] for s in shares):
       raise Stopped
     self._check_failures(shares)
-    updates, skipped, norms = self._update(rows, estimate.values, work, shares)
-    self.averages = averages
+    scored = time.monotonic()
+    updates, skipped, norms, gaps = self._update(
+      rows, estimate.values, work, shares
+    )
+    updated = time.monotonic()
+    earlier, self.averages = self.averages, averages
     self.score = None
     self.step_done += 1
     self.cursor = collected.cursor
@@ -479,14 +554,53 @@ class Training:
     tokens = rollout.count_tokens(collected.all)
     self._say_shapes()
     found |= {
+      f"memory/{of}_bytes": float(num) for of, num in placement.peaks().items()
+    }
+    found |= {
+      "time/outside_s": began - self.ended,
       "time/step_s": time.monotonic() - began,
       "time/rollout_s": played - began,
+      "time/score_s": scored - played,
+      "time/update_s": updated - scored,
       "rollout/tokens_per_s": tokens / (played - began),
     }
-    self._record(found, tokens, played - began)
-    self._write_episodes(groups, rows, estimate.values)
+    self._keep_spike(found, skipped, collected, earlier)
+    self.ended = time.monotonic()
+    unwell = self._record(found, tokens, played - began)
+    self._write_episodes(groups, rows, estimate.values, gaps)
     if max(s["stop"] for s in shares):
       raise Stopped
+    if unwell:
+      raise RunError(unwell)
+
+  def _keep_spike(
+    self,
+    found: Mapping[str, float],
+    skipped: Mapping[str, str],
+    collected: Played,
+    averages: np.ndarray,
+  ) -> None:
+    """Keeps the batch, if the step is a spike for one of the policies; all
+    hosts know the same norms."""
+    names = [n for n, why in skipped.items() if why == "non_finite"]
+    names += self.health.spikes(found)
+    if not names:
+      return
+    before = self.checkpoints.steps()
+    spike = spikes.Spike(
+      step=self.step_done,
+      policies=sorted(names),
+      norms={
+        n: found[f"grad_norm/{n}"]
+        for n in self.config.trained
+        if f"grad_norm/{n}" in found
+      },
+      checkpoint=before[-1] if before else None,
+      cursor=self.cursor,
+      averages=averages.tolist(),
+    )
+    self.spikes.save(spike, collected.groups)
+    self.checkpoints.held = self.spikes.checkpoints
 
   def _of_rollout(
     self, collected: Played, rows: rewards.Rows
@@ -495,7 +609,14 @@ class Training:
     that they do not depend on what is replaced; turns of what is trained on."""
     mixed = self.stream.sources if len(self.stream.sources) > 1 else ()
     names = self.config.agent_names
-    found = metrics.rollout(collected.all, rows, names, tuple(mixed))
+    members = self.rollout.team.members.items()
+    found = metrics.rollout(
+      collected.all,
+      rows,
+      names,
+      tuple(mixed),
+      {name: member.role.verdicts for name, member in members},
+    )
     found |= metrics.overlong(rows, self.overlong)
     if self.config.data.resample:
       found["resample_rounds/team"] = float(collected.rounds)
@@ -558,6 +679,9 @@ class Training:
       return self.rollout.collect(tasks, size, self.keys["train"]), False
     except Stopped:
       return [], True
+    except UserError as e:
+      self.broken = str(e)
+      return [], True
 
   def _missing(self, mine: int, stopped: bool) -> list[int]:
     """How many groups each host plays again; none if one has given up."""
@@ -570,16 +694,13 @@ class Training:
       return []
     return [s["missing"] for s in shares]
 
-  def _estimate(
-    self, groups: Sequence[Group], rows: rewards.Rows
+  def estimate(
+    self,
+    settings: config_lib.Advantage,
+    groups: Sequence[Group],
+    rows: rewards.Rows,
   ) -> tuple[advantages.Advantages, np.ndarray]:
     """Advantages, and what the estimator keeps for the next step."""
-    settings, steps = self.config.advantage, {}
-    if "gamma" in advantages.READS[settings.name]:
-      steps = {
-        "anchor": rewards.anchors(rows.turns),
-        "returns": rewards.step_returns(groups, rows.scores, settings.gamma),
-      }
 
     def total(sums: np.ndarray) -> np.ndarray:
       shares = hosts.agree(
@@ -589,19 +710,13 @@ class Training:
       )
       return np.sum([s["sums"] for s in shares], axis=0)
 
-    return advantages.estimate(
+    return advantages.of_rows(
       settings,
-      rows.scores,
-      rows.group,
-      rows.agent,
-      rows.episode,
-      turn=np.array([t.index for t in rows.turns], np.int32),
-      tokens=np.array([len(t.completion_ids) for t in rows.turns], np.int32),
+      rows,
+      groups,
       num_agents=len(self.config.agent_names),
-      per_agent=rows.per_agent,
       averages=self.averages,
       total=total,
-      **steps,
     )
 
   def _agree(self, work, collected: Played) -> list[dict]:
@@ -610,6 +725,7 @@ class Training:
     failed = [e for e in episodes if not rewards.ok(e)]
     mine = {
       "abandoned": int(collected.stopped),
+      "broken": self.broken,
       "stop": int(self.stop.signal > 0),
       "episodes": len(episodes),
       "failed": len(failed),
@@ -629,6 +745,16 @@ class Training:
         f"{self.config.rollout.max_failed}; the first: {fault}"
       )
 
+  def work(
+    self, rows: rewards.Rows, values: np.ndarray, due: Sequence[str]
+  ) -> dict[str, Work]:
+    """By backbone, what the step would train on."""
+    return {
+      name: backbone.work(rows, values, due)
+      for name, backbone in self.backbones.items()
+      if any(n in due for n in backbone.trained)
+    }
+
   def _due(self) -> tuple[str, ...]:
     """The policies that this step updates."""
     return tuple(
@@ -640,11 +766,11 @@ class Training:
 
   def _update(self, rows, values, work, shares):
     """Dispatches every backbone's updates, then every weight sync; the updates
-    by backbone, why policies were not updated, and norms of the turns' score
-    vectors before that, as metrics."""
+    by backbone, why policies were not updated, norms of the turns' score
+    vectors before that, as metrics, and [N] gaps to the sampler."""
     updates, skipped = {}, {}
     every = self.config.logging.agent_norm_every
-    with hosts.together("update"):
+    with self.watch.during("update"), hosts.together("update"):
       for backbone in self.backbones.values():
         backbone.release()
       score_norms = self._score_norms(rows)
@@ -663,7 +789,10 @@ class Training:
         )
       for backbone in self.backbones.values():
         backbone.resume()
-      updates = placement.fetch(updates)
+      gaps = logprob_gaps(updates, len(rows.turns))
+      updates = placement.fetch(
+        {name: without_tokens(done) for name, done in updates.items()}
+      )
     for name, done in updates.items():
       backbone = self.backbones[name]
       tokens = np.sum([s["work"][name]["tokens"] for s in shares], axis=0)
@@ -674,7 +803,7 @@ class Training:
           backbone.count_updates(policy, -lost)
         elif not any(u.live[k] for u in done):
           skipped[policy] = "no_signal" if tokens[k] else "no_rows"
-    return updates, skipped, score_norms
+    return updates, skipped, score_norms, gaps
 
   def _score_norms(self, rows: rewards.Rows) -> dict[str, float]:
     every, found = self.config.logging.score_norm_every, {}
@@ -695,8 +824,9 @@ class Training:
           found |= {f"{what}/{agent}": value for what, value in said.items()}
     return found
 
-  def _record(self, found: dict, tokens: int, rollout_s: float) -> None:
-    """Merges the hosts' metrics, and writes them."""
+  def _record(self, found: dict, tokens: int, rollout_s: float) -> str:
+    """Merges the hosts' metrics, and writes them; says why an alarm ends the
+    run, if one does."""
     found["rollout/tokens"] = float(tokens)
     found = metrics.merge(
       hosts.agree("metrics", found, self.config.placement.timeout_s)
@@ -710,23 +840,36 @@ class Training:
     self.totals["rollout_s"] += rollout_s
     if self.first_step_s is None:
       self.first_step_s = time.monotonic() - self.start - self.eval_s
-    self.writer.write_scalars(self.step_done, found)
+    seen = self.health.see(self.step_done, found)
+    for alarm in seen.begun:
+      _say(f"ALARM at step {self.step_done}: {alarm.name}: {alarm.text}")
+    if self.writer.primary and seen.begun:
+      health.write(self._alarms, self.step_done, seen.begun)
+    self.writer.write_scalars(self.step_done, found | seen.metrics)
+    return seen.stop
 
-  def _write_episodes(self, groups: list[Group], rows, values) -> None:
+  @property
+  def _alarms(self) -> pathlib.Path:
+    return self.workdir / "alarms.jsonl"
+
+  def _write_episodes(self, groups: list[Group], rows, values, gaps) -> None:
+    names = ("score", "advantage", "logprob_gap")
     by_turn = {
-      id(turn): (float(score), float(value))
-      for turn, score, value in zip(
-        rows.turns, rows.scores, values, strict=True
+      id(turn): {
+        name: None if np.isnan(number) else float(number)
+        for name, number in zip(names, numbers, strict=True)
+      }
+      for turn, *numbers in zip(
+        rows.turns, rows.scores, values, gaps, strict=True
       )
     }
     self.writer.write_episodes(
-      writers.episode_record(
+      transcripts.record(
         episode,
         self.step_done,
         "train",
         self.rollout.decode,
-        {t.index: by_turn[id(t)][0] for t in episode.turns if id(t) in by_turn},
-        {t.index: by_turn[id(t)][1] for t in episode.turns if id(t) in by_turn},
+        {t.index: by_turn[id(t)] for t in episode.turns if id(t) in by_turn},
       )
       for group in groups[: self.config.logging.transcript_groups]
       for episode in group.episodes
@@ -738,16 +881,21 @@ class Training:
     """On the held-out sets, written as metrics of the step done."""
     num, k = evaluate.extent(self.config.eval, final)
     sets = {name: tasks[:num] for name, tasks in self.held_out.items() if num}
-    result = evaluate.run(self.rollout, sets, self.config, self.keys["eval"], k)
+    with self.watch.during("evaluation", self.rollout.waiting):
+      result = evaluate.run(
+        self.rollout, sets, self.config, self.keys["eval"], k
+      )
     if not sets:  # no evaluations are asked for
       return result
     if result.num_clocked:
       self.deterministic = False
     self.eval_s += result.seconds
     found = result.metrics()
-    if final:  # a curve is of the same tasks and episodes at every step
-      always = evaluate.extent(self.config.eval, final=False)
-      found |= result.first(*always).metrics()
+    # A curve is of the same tasks and episodes at every step.
+    compared = result.first(*evaluate.extent(self.config.eval, final=False))
+    self._compare(compared.score)
+    if final:
+      found |= compared.metrics()
       self._write_results(result)
     found["time/eval_s"] = result.seconds
     self.writer.write_scalars(self.step_done, found)
@@ -755,64 +903,129 @@ class Training:
       self.writer.flush()
     return result
 
+  def _compare(self, score: float | None) -> None:
+    """Tells of the held-out score of the step done, where a longer run would
+    have it too."""
+    every, num = self.config.eval.every, self.config.eval.num_tasks
+    at = self.step_done == 0 or (every > 0 and self.step_done % every == 0)
+    if at and score is not None:
+      num = sum(min(num, len(tasks)) for tasks in self.held_out.values())
+      self.health.evaluated(self.step_done, score, num)
+
   # -- save, restore, end --
 
   def save(self) -> None:
     self.totals |= self._used()
-    self.checkpoints.save(
-      checkpoint.Run(
-        step=self.step_done,
-        cursor=self.cursor,
-        config=config_lib.to_dict(self.config),
-        versions={n: b.updates[n] for n, b in self.homes.items()},
-        extra={
-          "before": self.before,
-          "averages": self.averages.tolist(),
-          "deterministic": self.deterministic,
-          "totals": self.totals,
-          "changes": self.changes,
-          "folders": {n: b.digest for n, b in self.homes.items()},
-        },
-        score=self.score,
-      ),
-      {n: s for b in self.backbones.values() for n, s in b.states().items()},
-    )
+    with self.watch.during("checkpoint"):
+      self.checkpoints.save(
+        checkpoint.Run(
+          step=self.step_done,
+          cursor=self.cursor,
+          config=config_lib.to_dict(self.config),
+          versions={n: b.updates[n] for n, b in self.homes.items()},
+          extra={
+            "before": self.before,
+            "averages": self.averages.tolist(),
+            "deterministic": self.deterministic,
+            "totals": self.totals,
+            "health": self.health.state(),
+            "spikes": self.spikes.state,
+            "changes": self.changes,
+            "folders": {n: b.digest for n, b in self.homes.items()},
+          },
+          score=self.score,
+        ),
+        {n: s for b in self.backbones.values() for n, s in b.states().items()},
+      )
 
-  def restore(self, allow_change: Sequence[str]) -> None:
-    """The newest checkpoint of the workdir, or the checkpoint folders."""
-    run = self.checkpoints.run()
+  def restore(self, allow_change: Sequence[str], fork: str = "") -> None:
+    """The newest checkpoint of the workdir, else the one that it is a fork of,
+    else the checkpoint folders.
+
+    Args:
+      allow_change: keys that may differ from the checkpoint's config.
+      fork: what `--fork` says.
+    """
+    self.fork = self._find_fork(fork)
+    begins = self.fork is not None and not self.checkpoints.steps()
+
+    def check(run: checkpoint.Run | None) -> None:
+      self._check_resume(run, allow_change, fork=begins)
+
+    if begins:
+      run = self.load(self.fork.checkpoints, check, self.fork.step)
+      if jax.process_index() == 0:
+        self.fork.write(self.workdir)
+    else:
+      run = self.load(self.checkpoints, check)
+    try:
+      self._open_writer(run)
+    except OSError as e:
+      raise config_lib.ConfigError(f"--workdir={self.workdir}: {e}") from e
+    known = {} if begins or run is None else run.extra
+    self.spikes.go_on(known.get("spikes", ()))  # earlier versions had none
+    self.checkpoints.held = self.spikes.checkpoints
+    if begins:  # from here on it needs nothing of the other run
+      self.save()
+      self.checkpoints.wait()
+
+  def _find_fork(self, name: str) -> checkpoint.Fork | None:
+    """The run meant may go on: all hosts take what the first one found."""
+    fork = checkpoint.Fork.of(self.workdir, name)
+    found = hosts.agree("fork", {"fork": fork and fork._asdict()})[0]["fork"]
+    return found and checkpoint.Fork(**found)
+
+  def load(
+    self,
+    source: checkpoint.Checkpoints,
+    check: Callable[[checkpoint.Run | None], None],
+    step: int | None = None,
+  ) -> checkpoint.Run | None:
+    """Takes weights and state from a checkpoint; returns its record.
+
+    Args:
+      source: of this run or of another.
+      check: refuses a record.
+      step: of the checkpoint; None: the newest that can be read, or the
+        checkpoint folders where there is none; 0: these.
+    """
+    run = None if step == 0 else source.run(step)
     self._check_alike(run)
-    self._check_resume(run, allow_change)
+    check(run)
     for backbone in self.backbones.values():
       if run is None or not backbone.trained:
         with _blaming(f"policies.{backbone.names[0]}.checkpoint"):
           backbone.load()
     if run is not None:
       trained = [b for b in self.backbones.values() if b.trained]
-      states, run = self.checkpoints.restore(
-        {n: s for b in trained for n, s in b.abstract_states().items()}
+      states, run = source.restore(
+        {n: s for b in trained for n, s in b.abstract_states().items()}, step
       )
       self._check_alike(run)  # it may be an older one
-      self._check_resume(run, allow_change)
-      _say(f"goes on from step {run.step} of {self.workdir}")
+      check(run)
+      _say(f"goes on from step {run.step} of {source.workdir}")
       for backbone in trained:
         backbone.put(states)
-      for name, backbone in self.homes.items():
-        backbone.updates[name] = run.versions[name]
-      self.step_done, self.cursor = run.step, run.cursor
-      self.score = run.score
-      self.before = run.extra["before"]
-      if "averages" in run.extra:  # not in those of versions without `rae`
-        self.averages = np.array(run.extra["averages"])
-      self.deterministic = run.extra["deterministic"]
-      self.totals = run.extra["totals"]
+      self._take(run)
     self._earlier = dict(self.totals)
     for backbone in self.backbones.values():
       backbone.resume()
-    try:
-      self._open_writer(run)
-    except OSError as e:
-      raise config_lib.ConfigError(f"--workdir={self.workdir}: {e}") from e
+    return run
+
+  def _take(self, run: checkpoint.Run) -> None:
+    """What a checkpoint holds beside the policies."""
+    for name, backbone in self.homes.items():
+      backbone.updates[name] = run.versions[name]
+    self.step_done, self.cursor = run.step, run.cursor
+    self.score = run.score
+    self.before = run.extra["before"]
+    if "averages" in run.extra:  # not in those of versions without `rae`
+      self.averages = np.array(run.extra["averages"])
+    self.deterministic = run.extra["deterministic"]
+    self.totals = run.extra["totals"]
+    if "health" in run.extra:  # likewise
+      self.health.restore(run.extra["health"])
+      self._compare(run.score)  # it may have come after the save
 
   def _check_alike(self, run: checkpoint.Run | None) -> None:
     """A host that cannot read what the others can would train other weights."""
@@ -827,19 +1040,23 @@ class Training:
       )
 
   def _check_resume(
-    self, run: checkpoint.Run | None, allow_change: Sequence[str]
+    self,
+    run: checkpoint.Run | None,
+    allow_change: Sequence[str],
+    fork: bool,
   ) -> None:
     if run is None:
       return
-    _check_folders(run, self.backbones)
+    check_folders(run, self.backbones)
     changes = checkpoint.compare_config(
-      run.config, config_lib.to_dict(self.config), allow_change
+      run.config, config_lib.to_dict(self.config), allow_change, fork
     )
     self._check_rows(allow_change)
     if run.step > self.config.steps:
       raise config_lib.ConfigError(
         f"steps: {self.config.steps} is less than the {run.step} that are "
-        f"done in {self.workdir}; raise it, or start a new --workdir"
+        f"done in {self.fork.workdir if fork else self.workdir}; raise it, or "
+        "start a new --workdir"
       )
     self.changes = run.extra["changes"] + [
       {"step": run.step, "key": c.key, "old": c.old, "new": c.new}
@@ -867,14 +1084,18 @@ class Training:
     self.writer = writers.RunWriter(
       self.workdir,
       self.config.steps,
+      names=self.config.logging.writers,
+      config=self.config,
       transcripts_mb=self.config.logging.transcripts_mb,
       resume_from=None if run is None else run.step,
       primary=jax.process_index() == 0,
+      extra=(report.Live(self.workdir),),
     )
     self.writer.write_json("config.json", config_lib.to_dict(self.config))
     self.writer.write_json("changes.json", self.changes)
     if self.writer.primary:
       records.cut_after(self.workdir, self.step_done)
+      writers.truncate_after(self._alarms, self.step_done)
       manifest.record(self.workdir, self._manifest(), self.step_done)
     if run is None:
       self.writer.write_hparams(
@@ -882,14 +1103,20 @@ class Training:
       )
 
   def _manifest(self) -> dict[str, Any]:
-    return _manifest(self.config, self.fingerprints)
+    about = _manifest(self.config, self.fingerprints)
+    models = {name: b.learner.model for name, b in self.homes.items()}
+    planned = placement.plan(self.config, models).memory
+    about["devices"]["planned_bytes"] = planned
+    if self.fork is not None:
+      about["fork"] = self.fork._asdict()
+    return about
 
   def _write_results(self, result: Evaluation) -> None:
     if self.writer.primary:
       folder = records.folder(self.workdir, self.step_done)
       origins = {
-        name: policy.checkpoint
-        if policy.frozen or not self.step_done
+        name: policy.origin
+        if not policy.trained or not self.step_done
         else f"checkpoint {self.step_done}"
         for name, policy in self.config.policies.items()
       }
@@ -901,7 +1128,9 @@ class Training:
     """Seconds of the run so far, earlier processes of it included."""
     return {
       "seconds": self._earlier["seconds"] + time.monotonic() - self.start,
-      "cpu_seconds": self._earlier["cpu_seconds"] + time.process_time(),
+      "cpu_seconds": self._earlier["cpu_seconds"]
+      + time.process_time()
+      - self.cpu_start,
     }
 
   def _interrupted(self) -> int:
@@ -931,18 +1160,18 @@ class Training:
         "tokens": tokens,
         "rollout_seconds": self.totals["rollout_s"],
         "tokens_per_s": tokens / max(self.totals["rollout_s"], 1e-9),
-        "peak_memory_gb": _peak_memory_gb(),
+        "peak_memory_gb": placement.peaks()["host"] / (1 << 30),
         "deterministic": self.deterministic,
         "best_step": self.checkpoints.best(),
+        "alarms": self.health.summary(),
       },
     )
-    self.writer.write_report()
     self.close()
     if self.writer.primary:
       if after:
         tables = map(evaluate.rows, (self.before, after))
         print(writers.table(*tables))
-      print(f"{self.workdir}: summary.json, report.png, checkpoints/")
+      print(f"{self.workdir}: summary.json, report.html, checkpoints/")
 
   def close(self) -> None:
     self.writer.close()
@@ -963,7 +1192,7 @@ def _evaluate(
     done, origins = _restore_params(config, backbones, workdir, step)
     about = _manifest(config, fingerprints)
     num, k = evaluate.extent(config.eval, final=True)
-    grouped = k if player.team.environment.scores_groups else 0
+    grouped = k if player.team.scores_groups else 0
     known = {
       name: (checksum, backbone.digest)
       for backbone in backbones.values()
@@ -1010,9 +1239,7 @@ def to_sample(
   Raises:
     ConfigError: they cannot be had.
   """
-  hosts.initialize(None, None, None, timeout_s=config.placement.timeout_s)
-  config = _pinned(config)
-  backbones = _build(config, train=False)
+  config, backbones = prepare(config, train=False)
   team = _rollout(config, backbones, stop) if config.agents else None
   if workdir is not None:
     _restore_params(config, backbones, workdir, step)
@@ -1058,8 +1285,8 @@ def _restore_params(
     _say(f"no checkpoint in {workdir}: the policies as they come")
   else:
     _say(f"evaluates step {done} of {workdir}")
-    _check_folders(run, backbones)
-  origins = {}
+    check_folders(run, backbones)
+  origins = {name: config.policies[name].origin for name in config.remotes}
   for backbone in backbones.values():
     learned = [n for n in backbone.names if n in config.trained]
     if run is None or not learned:
@@ -1128,7 +1355,7 @@ def _no_reward(config: config_lib.Config, found: Mapping[str, float]) -> str:
   )
 
 
-def _check_folders(
+def check_folders(
   run: checkpoint.Run, backbones: Mapping[str, Backbone]
 ) -> None:
   """The model's shape and the tokenizer never change on resume (rule 25)."""
@@ -1140,17 +1367,6 @@ def _check_folders(
         f"{str(homes[name].folder)!r} is not what the run began with; put "
         "it back, or start a new --workdir"
       )
-
-
-def _peak_memory_gb() -> float:
-  """Of this process. ru_maxrss would do, were it not handed down: on Linux a
-  child begins with the peak of the process that started it."""
-  status = pathlib.Path("/proc/self/status")
-  if status.exists():
-    lines = dict(s.split(":", 1) for s in status.read_text().splitlines())
-    return int(lines["VmHWM"].split()[0]) / (1 << 20)  # kB
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  return peak / (1 << 30 if sys.platform == "darwin" else 1 << 20)
 
 
 def _sft(
@@ -1167,9 +1383,19 @@ def _sft(
     raise config_lib.ConfigError(
       f"--workdir={workdir}: holds a training run; name another for --mode=sft"
     )
-  writer = writers.RunWriter(workdir, config.sft.steps)
+  saved = checkpoint.Checkpoints(workdir / "sft", keep=1)
+  begun = sft.begun(config, saved)
+  if begun is not None:
+    _say(f"goes on from step {begun.step} of {workdir}")
+  writer = writers.RunWriter(
+    workdir,
+    config.sft.steps * len(config.trained),
+    names=config.logging.writers,
+    config=config,
+    resume_from=begun and begun.step,
+  )
 
-  def report(step: int, found: dict[str, float]) -> None:
+  def tell(step: int, found: dict[str, float]) -> None:
     writer.write_scalars(step, found)
     writer.flush()
 
@@ -1179,9 +1405,7 @@ def _sft(
       config,
       backbones,
       stream(config),
-      workdir,
-      report,
-      lambda: stop.signal > 0,
+      sft.Session(workdir, tell, lambda: stop.signal > 0, saved, begun),
     )
   finally:
     stop.close()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from drmas_jax import usercode
 from drmas_jax.types import Task
 
 # Positions after which a mixture's shares come out exactly, and what sets the
@@ -134,12 +135,15 @@ def _check_rows(key: str, source: Source) -> None:
 
 
 def _task(key: str, source: Source, index: int, position: int) -> Task:
-  row = source[index]
-  return Task(
-    source=key,
-    index=index,
-    position=position,
-    question=row["question"],
-    answer=row["answer"],
-    info=row.get("info", {}),
-  )
+  with usercode.blaming(
+    "reading a row", f"task {key}[{index}]", type(source).__getitem__
+  ):
+    row = source[index]
+    return Task(
+      source=key,
+      index=index,
+      position=position,
+      question=row["question"],
+      answer=row["answer"],
+      info=row.get("info", {}),
+    )

@@ -22,17 +22,17 @@ import functools
 import pathlib
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from drmas_jax import config as config_lib
-from drmas_jax import hosts, metrics, writers
+from drmas_jax import hosts, metrics, transcripts, writers
 from drmas_jax.records import Key, Record, Store, sampling
 from drmas_jax.rollout import Rollout, Stopped
-from drmas_jax.types import Episode, Task
+from drmas_jax.types import Episode, Task, UserError
 
 FORMAT = 1  # of results.json
 MACRO = "macro"  # the mean over sets, among the names of the sets
@@ -189,12 +189,16 @@ def rows(summary: Summary) -> dict[str, metrics.Interval]:
 _JUDGED = [(right, approved) for right in (1, 0) for approved in (1, 0)]
 
 
-def count(records: Collection[Record]) -> dict[str, dict[str, int]]:
-  """{agent: {what: how often}}, over the episodes that did not fail."""
+def count(records: Collection[Record]) -> dict[str, dict[str, float]]:
+  """{agent: {what: how often}}, over the episodes that did not fail; what
+  remote policies took, over all of them."""
   found: dict[str, collections.Counter] = collections.defaultdict(
     collections.Counter
   )
   for record in records:
+    for turn in record.turns:
+      if turn.get("call"):
+        found[turn["agent"]].update(calls=1, **turn["call"])
     if not record.ok:
       continue
     judges = set()
@@ -215,14 +219,16 @@ def count(records: Collection[Record]) -> dict[str, dict[str, int]]:
 
 
 def by_agent(
-  counts: Mapping[str, Mapping[str, int]], num_episodes: int
+  counts: Mapping[str, Mapping[str, float]], num_episodes: int
 ) -> dict[str, dict[str, float]]:
   """{agent: {what: number}} from what all hosts counted.
 
   turns, tokens: of an episode. tokens_per_turn. valid, truncated (by
   max_tokens), closed (by a tag): shares of turns. Of an agent that approves or
   rejects, where the environment says whether the first solution was right (the
-  part "first_correct"): `metrics.verdicts` of its first verdicts.
+  part "first_correct"): `metrics.verdicts` of its first verdicts. Of an agent
+  whose policy is remote: calls, and of these those failed and cached; retries
+  behind them, and their cost.
 
   Args:
     counts: from `count`.
@@ -230,15 +236,19 @@ def by_agent(
   """
   found = {}
   for agent, of in sorted(counts.items()):
-    turns = of["turns"]
-    found[agent] = {
-      "turns": turns / num_episodes,
-      "tokens": of["tokens"] / num_episodes,
-      "tokens_per_turn": of["tokens"] / turns,
-      "valid": of["valid"] / turns,
-      "truncated": of.get("length", 0) / turns,
-      "closed": of.get("tag", 0) / turns,
-    }
+    turns = of.get("turns", 0)
+    if turns:
+      found[agent] = {
+        "turns": turns / num_episodes,
+        "tokens": of["tokens"] / num_episodes,
+        "tokens_per_turn": of["tokens"] / turns,
+        "valid": of["valid"] / turns,
+        "truncated": of.get("length", 0) / turns,
+        "closed": of.get("tag", 0) / turns,
+      }
+    calls = ("calls", "failed", "cached", "retries", "cost")
+    if "calls" in of:
+      found.setdefault(agent, {}).update({n: float(of[n]) for n in calls})
     times = [of.get(f"judged_{r}{a}", 0) for r, a in _JUDGED]
     if sum(times):
       found[agent] |= metrics.verdicts(*np.repeat(_JUDGED, times, axis=0).T)
@@ -276,21 +286,22 @@ def run(
 
   Raises:
     Stopped: a heartbeat gave it up, on this or on another host.
+    UserError: the team's own code failed, on this or on another host.
   """
   began = time.monotonic()
   own = {name: hosts.share(tasks) for name, tasks in sorted(sets.items())}
-  whole = rollout.team.environment.scores_groups
+  whole = rollout.team.scores_groups
   known = {} if store is None else _usable(store.records, own, k, whole)
 
   def transcript(episode: Episode) -> dict[str, Any] | None:
     if store is None or episode.task.index >= config.logging.transcript_groups:
       return None
-    return writers.episode_record(episode, store.step, "eval", rollout.decode)
+    return transcripts.record(episode, store.step, "eval", rollout.decode)
 
   total = k * sum(map(len, own.values()))
   play = _Play(known, total, store, transcript)
-  mine: dict[str, Any] = {"stopped": True}
-  with contextlib.closing(play), contextlib.suppress(Stopped):
+  mine: dict[str, Any] = {"stopped": True, "broken": ""}
+  with contextlib.closing(play), _told(mine):
     for name, tasks in own.items():
       rollout.collect(
         tasks,
@@ -304,9 +315,22 @@ def run(
   # Of hours, equal shares may differ by more than other waits may last.
   limit = config.placement.timeout_s + time.monotonic() - began
   shares = hosts.agree("evaluation", mine, limit)
+  if broken := [s["broken"] for s in shares if s["broken"]]:
+    raise UserError(broken[0])
   if any(s["stopped"] for s in shares):
     raise Stopped
   return _merge(shares, sets, k, play.records, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _told(share: dict[str, Any]) -> Iterator[None]:
+  """What ends an evaluation on one host goes into what it tells the others."""
+  try:
+    yield
+  except Stopped:
+    pass
+  except UserError as e:
+    share["broken"] = str(e)
 
 
 def _usable(
@@ -393,6 +417,7 @@ class _Play:
     }
     return {
       "stopped": False,
+      "broken": "",
       "sets": {
         name: {
           "ok": [[int(r.ok) for r in group] for group in groups],

@@ -7,13 +7,14 @@
 `sizes` is what a plan needs and costs little; `fetch` brings the weights.
 """
 
+import contextlib
 import fnmatch
 import os
 import pathlib
 import re
 import threading
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from drmas_jax.models import weights
@@ -48,6 +49,52 @@ def fetch(checkpoint: str) -> pathlib.Path:
       within a minute.
   """
   return _find(checkpoint, _WANTED)
+
+
+def here(checkpoint: str) -> pathlib.Path:
+  """The folder as far as it is on this machine; nothing is fetched.
+
+  Raises:
+    ValueError: nothing of it is.
+  """
+  if "://" in checkpoint:
+    folder = _cache_of(checkpoint)
+    if not folder.is_dir():
+      raise ValueError("is not on this machine; a run copies it")
+    return folder
+  if not _is_hub_id(checkpoint):
+    return _find(checkpoint, _WANTED)
+  import huggingface_hub
+
+  try:
+    folder = huggingface_hub.snapshot_download(
+      checkpoint, local_files_only=True
+    )
+  except Exception as e:  # of several kinds
+    raise ValueError("is not on this machine; a run fetches it") from e
+  return pathlib.Path(folder)
+
+
+def contents(url: str, pattern: str) -> Iterator[tuple[str, bytes]]:
+  """(path, bytes) of the files in a bucket's folder, in the order of their
+  names; one that goes meanwhile is left out.
+
+  Args:
+    url: of the folder.
+    pattern: of their names in it, such as "transcripts/*.jsonl".
+
+  Raises:
+    ValueError: it cannot be read, or there is no answer within a minute.
+  """
+  import fsspec
+
+  try:
+    system, root = fsspec.core.url_to_fs(url)
+    for path in sorted(_within(lambda: system.glob(f"{root}/{pattern}"))):
+      with contextlib.suppress(FileNotFoundError):
+        yield path, _within(lambda path=path: system.cat_file(path))
+  except Exception as e:  # of many kinds, as the file system's
+    raise ValueError(f"{url}: {_unread(e)}") from e
 
 
 def _find(checkpoint: str, patterns: tuple[str, ...]) -> pathlib.Path:
@@ -101,7 +148,7 @@ def _from_bucket(url: str, patterns: tuple[str, ...]) -> pathlib.Path:
   import fsspec  # and not etils.epath, which loads TensorFlow for gs://
   import tqdm
 
-  folder = _cache() / urllib.parse.quote(url.rstrip("/"), safe="")
+  folder = _cache_of(url)
   try:
     system, root = fsspec.core.url_to_fs(url)
     found = _within(lambda: _list(system, root, patterns))
@@ -119,12 +166,16 @@ def _from_bucket(url: str, patterns: tuple[str, ...]) -> pathlib.Path:
       for file in missing:
         _copy(system, file, folder, progress.update)
   except Exception as e:  # of many kinds, as the file system's
-    raise ValueError(
-      f"cannot be fetched: {type(e).__name__}: {e}; gs:// needs the package "
-      "gcsfs (pip install 'drmas-jax[gcs]') and access to the bucket; correct "
-      "it, or copy the folder here and give its path"
-    ) from e
+    raise ValueError(_unread(e)) from e
   return folder
+
+
+def _unread(e: Exception) -> str:
+  return (
+    f"cannot be fetched: {type(e).__name__}: {e}; gs:// needs the package "
+    "gcsfs (pip install 'drmas-jax[gcs]') and access to the bucket; correct "
+    "it, or copy the folder here and give its path"
+  )
 
 
 class _File(NamedTuple):
@@ -139,6 +190,10 @@ class _File(NamedTuple):
 def _cache() -> pathlib.Path:
   base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
   return pathlib.Path(base).expanduser() / "drmas_jax" / "checkpoints"
+
+
+def _cache_of(url: str) -> pathlib.Path:
+  return _cache() / urllib.parse.quote(url.rstrip("/"), safe="")
 
 
 def _list(system: Any, root: str, patterns: tuple[str, ...]) -> list[_File]:

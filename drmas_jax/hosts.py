@@ -133,6 +133,18 @@ class _Hosts:
     )
     return [answer["values"] for answer in answers]
 
+  def missing(self) -> str:
+    """Whom the main thread waits for, and in what; from any thread."""
+    waiting = self._waiting
+    if waiting is None:
+      return ""
+    late = [
+      f"host {host} ({sign.name}), which is at: {sign.at}"
+      for host, (sign, _) in self._seen.items()
+      if sign.entered < waiting[1]
+    ]
+    return f"{waiting[0]} waits for {', '.join(late) or 'no host any more'}"
+
   def leave(self) -> None:
     """At exit: waits for the others to leave too, as jax demands."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -301,6 +313,11 @@ def together(name: str, timeout_s: float | None = None) -> Iterator[None]:
     return
   with _hosts.together(name, timeout_s or _hosts.timeout_s):
     yield
+
+
+def waiting() -> str:
+  """What this host waits in for which others; "" if it does not."""
+  return "" if _hosts is None else _hosts.missing()
 
 
 def share(items: Sequence[T]) -> Sequence[T]:

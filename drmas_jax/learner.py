@@ -90,6 +90,8 @@ class StepOutput(NamedTuple):
     finite: False where the update was skipped (rule 11).
     ratio_error: max |ratio - 1| over trained tokens.
     sums: by agent.
+    gap: [M, b, T] |learner's log-prob - the sampler's|, before the update, of
+      each token in the loss; 0 elsewhere.
   """
 
   loss: Any
@@ -97,6 +99,7 @@ class StepOutput(NamedTuple):
   finite: Any
   ratio_error: Any
   sums: AgentSums
+  gap: Any
 
 
 class Programs(NamedTuple):
@@ -221,6 +224,11 @@ def _shift(x: jax.Array) -> jax.Array:
   return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
 
 
+def _unshift(x: jax.Array) -> jax.Array:
+  """Back from what t predicts to the token at t."""
+  return jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
+
+
 def _next(rows: Batch) -> Batch:
   """The rows as the hidden states see them: what each is to predict."""
   by_token = {
@@ -261,11 +269,11 @@ def row_logprobs(spec: Spec, params, rows: Batch, temperature) -> jax.Array:
   return jnp.sum(jnp.where(_shift(rows.mask) > 0, values, 0.0), axis=1)
 
 
-def _loss(
+def batch_loss(
   spec: Spec, trainable, base, rows: Batch, old, ref, advantages, scale, temp
 ):
   """Sum over the policies of sum(loss * weight) * scale; and of each policy
-  this and max |ratio - 1|, and sums by agent.
+  this and max |ratio - 1|, sums by agent, and by token the gap to the sampler.
 
   Args:
     spec: of the learner.
@@ -317,15 +325,17 @@ def _loss(
   own = (own == rows.policy_index[:, None]) & counted  # [K, b, T]
   by_policy = jnp.sum(jnp.where(own, loss * weights, 0.0), axis=(1, 2)) * scale
   error = jnp.where(own, jnp.abs(out.ratio - 1), 0.0).max(axis=(1, 2))
+  gap = jnp.abs(new - shifted.sampler_logprobs)
   sums = _agent_sums(
     spec,
     jnp.where(counted, shifted.agent_index, -1),
     out,
     (factor, cut),
-    jnp.abs(new - shifted.sampler_logprobs),
+    gap,
     kl,
   )
-  return jnp.sum(by_policy), (by_policy, error, sums)
+  gap = _unshift(jnp.where(counted, gap, 0.0))
+  return jnp.sum(by_policy), (by_policy, error, sums, gap)
 
 
 def _token_loss(spec: Spec):
@@ -376,20 +386,21 @@ def _micro(tree, i):
 def _gradients(spec, trainable, base, data, scale, num_micro, temperature):
   """Sums over the first num_micro micro-batches of `data`, which is a batch,
   old and reference log-probs and advantages: gradients, loss and error by
-  policy, sums by agent."""
+  policy, sums by agent, and the gap to the sampler by token."""
   value_and_grad = jax.value_and_grad(
-    functools.partial(_loss, spec), has_aux=True
+    functools.partial(batch_loss, spec), has_aux=True
   )
 
   def body(i, carry):
-    grads, loss, error, sums = carry
-    (_, (value, err, more)), new = value_and_grad(
+    grads, loss, error, sums, gaps = carry
+    (_, (value, err, more, gap)), new = value_and_grad(
       trainable, base, *_micro(data, i), scale, temperature
     )
     top = jnp.maximum(sums.log_ratio_max, more.log_ratio_max)
     sums = jax.tree.map(jnp.add, sums, more)._replace(log_ratio_max=top)
     grads = jax.tree.map(jnp.add, grads, new)
-    return grads, loss + value, jnp.maximum(error, err), sums
+    gaps = gaps.at[i].set(gap)
+    return grads, loss + value, jnp.maximum(error, err), sums, gaps
 
   zeros = jnp.zeros([spec.num_agents], jnp.float32)
   sums = AgentSums(*(zeros for _ in AgentSums._fields))
@@ -401,6 +412,7 @@ def _gradients(spec, trainable, base, data, scale, num_micro, temperature):
     none,
     none,
     sums,
+    jnp.zeros(data[0].tokens.shape, jnp.float32),
   )
   return jax.lax.fori_loop(0, num_micro, body, start)
 
@@ -436,7 +448,7 @@ def _train_step(spec, state, base, data, denominators, live, num_micro, temp):
     num_micro: micro-batches with rows.
     temp: temperature by agent.
   """
-  grads, loss, error, sums = _gradients(
+  grads, loss, error, sums, gap = _gradients(
     spec, state.params, base, data, 1.0 / denominators, num_micro, temp
   )
   apply = functools.partial(_apply, spec)
@@ -445,7 +457,7 @@ def _train_step(spec, state, base, data, denominators, live, num_micro, temp):
     norm, finite = (x[None] for x in said)
   else:
     state, norm, finite = jax.vmap(apply)(state, grads, live)
-  return state, StepOutput(loss, norm, finite, error, sums)
+  return state, StepOutput(loss, norm, finite, error, sums, gap)
 
 
 def _agent_norms(
@@ -478,11 +490,7 @@ def _score(spec, params, batch, num_micro, temperature):
   def body(i, out):
     rows = _micro(batch, i)
     values, _ = _logprobs(spec, params, rows, temperature)
-    # Back from "what t predicts" to "the token at t".
-    values = jnp.concatenate(
-      [jnp.zeros_like(values[:, :1]), values[:, :-1]], axis=1
-    )
-    return out.at[i].set(jnp.where(rows.mask > 0, values, 0.0))
+    return out.at[i].set(jnp.where(rows.mask > 0, _unshift(values), 0.0))
 
   start = jnp.zeros(batch.tokens.shape, jnp.float32)
   return jax.lax.fori_loop(0, num_micro, body, start)
@@ -494,6 +502,7 @@ def programs(spec: Spec) -> Programs:
   state = state_shardings(spec)
   replicated = sharding.replicated(spec.mesh)
   tokens = sharding.rows(spec.mesh, ndim=3, leading=1)
+  output = StepOutput(*[replicated] * 5, gap=tokens)
   jit = functools.partial(jax.jit, static_argnums=0)
   return Programs(
     init=functools.partial(
@@ -501,7 +510,7 @@ def programs(spec: Spec) -> Programs:
     ),
     score=functools.partial(jit(_score, out_shardings=tokens), spec),
     train_step=functools.partial(
-      jit(_train_step, donate_argnums=1, out_shardings=(state, replicated)),
+      jit(_train_step, donate_argnums=1, out_shardings=(state, output)),
       spec,
     ),
     agent_norms=functools.partial(

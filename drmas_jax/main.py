@@ -1,8 +1,11 @@
-"""The command: flags, distributed start, config -> train | eval | sft.
+"""The command: flags, distributed start, config -> a mode: train, eval, sft, ..
 
     python -m drmas_jax.main --config configs/math_tiny.py
-        [--workdir DIR] [--mode train|eval|sft] [--config.a.b=value ..]
+        [--workdir DIR] [--mode train|eval|sft|check|replay]
+        [--config.a.b=value ..]
+        [--fork WORKDIR[@STEP]] [--allow_change KEY]  (training)
         [--step N|best] [--fresh]  (with --mode=eval)
+        [--step N | --spike N]  (with --mode=replay)
 
 Exit codes: 0 done; 2 the config, the checkpoint or the plan is wrong (one
 message, before any device work where possible); 3 the run cannot go on; 130
@@ -34,11 +37,14 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument("--config", required=True, help="file with get_config()")
   parser.add_argument(
     "--workdir",
-    help="folder of the run; the default is runs/<config>; a run that is there "
-    "already is resumed",
+    help="folder of the run; the default is runs/<config>, or runs/<folder> of "
+    "a config.py; a run that is there already is resumed",
   )
   parser.add_argument(
-    "--mode", default="train", choices=("train", "eval", "sft")
+    "--mode",
+    default="train",
+    choices=("train", "eval", "sft", "replay", "check"),
+    help="check: one task with scripted completions, and no weights",
   )
   parser.add_argument(
     "--allow_change",
@@ -50,7 +56,20 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument(
     "--step",
     default="",
-    help="--mode=eval: the checkpoint, a number or 'best'; default: the newest",
+    help="--mode=eval: the checkpoint, a number or 'best'; default: the newest;"
+    " --mode=replay: the step that is played again",
+  )
+  parser.add_argument(
+    "--spike",
+    default="",
+    help="--mode=replay: a step whose batch was kept, so that none is played",
+  )
+  parser.add_argument(
+    "--fork",
+    default="",
+    metavar="WORKDIR[@STEP]",
+    help="a new run that begins with a checkpoint of another one, the newest, "
+    "that of a step, or '@best': weights, optimizer, place in the data",
   )
   parser.add_argument(
     "--fresh",
@@ -82,22 +101,37 @@ def overrides(extra: Sequence[str]) -> list[str]:
 
 
 def _check_mode(args: argparse.Namespace) -> None:
-  """Flags that another mode has no use for."""
-  for flag, mode in (
-    ("step", "eval"),
-    ("fresh", "eval"),
-    ("allow_change", "train"),
+  """Flags that another mode has no use for, and those that one needs."""
+  for flag, modes in (
+    ("step", ("eval", "replay")),
+    ("spike", ("replay",)),
+    ("fresh", ("eval",)),
+    ("allow_change", ("train",)),
+    ("fork", ("train",)),
   ):
-    if getattr(args, flag) and args.mode != mode:
+    if getattr(args, flag) and args.mode not in modes:
       raise config_lib.ConfigError(
         f"--{flag}: has no effect with --mode={args.mode}; remove it, or use "
-        f"--mode={mode}"
+        f"{' or '.join(f'--mode={m}' for m in modes)}"
+      )
+  if args.mode == "replay" and bool(args.step) == bool(args.spike):
+    raise config_lib.ConfigError(
+      "--mode=replay: write either --step=N, a step to play again, or "
+      "--spike=N, one whose batch lies in <workdir>/spikes"
+    )
+  for flag in ("step", "spike") if args.mode == "replay" else ():
+    value = getattr(args, flag)
+    if value and not (value.isdigit() and int(value)):
+      raise config_lib.ConfigError(
+        f"--{flag}={value}: allowed is the number of a step, from 1"
       )
 
 
 def _default_workdir(config: str, mode: str) -> str:
   suffix = "_sft" if mode == "sft" else ""
-  return f"runs/{pathlib.Path(config).stem}{suffix}"
+  path = pathlib.Path(config)
+  name = path.resolve().parent.name if path.name == "config.py" else path.stem
+  return f"runs/{name}{suffix}"
 
 
 def set_environment() -> None:
@@ -122,7 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Returns the exit code."""
   args, extra = _parser().parse_known_args(argv)
   try:
-    config = config_lib.read(args.config, overrides(extra), args.mode)
+    mode = "train" if args.mode == "replay" else args.mode
+    config = config_lib.read(args.config, overrides(extra), mode)
     _check_mode(args)
     workdir = args.workdir or _default_workdir(args.config, args.mode)
     if "://" in workdir:
@@ -131,7 +166,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         "such as a mounted bucket or NFS"
       )
     set_environment()
+    if args.mode == "check":
+      from drmas_jax import check
+
+      return check.main(config, _START)
+    processes = (
+      args.coordinator_address,
+      args.num_processes,
+      args.process_id,
+    )
     # Heavy from here on: --help and a wrong config never get this far.
+    if args.mode == "replay":
+      from drmas_jax import replay
+
+      return replay.main(
+        config,
+        pathlib.Path(workdir),
+        int(args.step or args.spike),
+        spike=bool(args.spike),
+        processes=processes,
+      )
     from drmas_jax import coordinator
 
     return coordinator.main(
@@ -141,7 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       allow_change=args.allow_change,
       step=args.step,
       fresh=args.fresh,
-      processes=(args.coordinator_address, args.num_processes, args.process_id),
+      fork=args.fork,
+      processes=processes,
       start=_START,
     )
   except config_lib.ConfigError as e:

@@ -107,17 +107,23 @@ def record(
     write_patches(workdir, f".{len(whole['sessions'])}")
 
 
-def read(workdir: pathlib.Path) -> dict[str, Any] | None:
-  """A run's manifest as its last session left it; None: there is no run."""
+def read(
+  workdir: pathlib.Path, step: int | None = None
+) -> dict[str, Any] | None:
+  """A run's manifest as its last session left it, or the session that made a
+  step; None: there is no run."""
   path = workdir / "manifest.json"
-  return _latest(json.loads(path.read_text())) if path.is_file() else None
+  return _latest(json.loads(path.read_text()), step) if path.is_file() else None
 
 
-def _latest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-  """With what its sessions changed."""
+def _latest(
+  manifest: Mapping[str, Any], step: int | None = None
+) -> dict[str, Any]:
+  """With what its sessions changed, or those that began before a step."""
   current = dict(manifest)
   for session in current.pop("sessions", []):
-    current |= session
+    if step is None or session["step"] < step:
+      current |= session
   return current
 
 

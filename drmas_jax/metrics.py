@@ -12,6 +12,7 @@ episodes where one did, and any such episode makes a run non-deterministic.
 
 import collections
 import math
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ def rollout(
   rows: rewards.Rows,
   agents: Sequence[str],
   sources: Sequence[str] = (),
+  verdicts: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
 ) -> dict[str, float]:
   """All that a step's episodes say, before any update.
 
@@ -38,6 +40,7 @@ def rollout(
     rows: scored turns, from `rewards.row_scores`, of those that are trained on.
     agents: the sorted names.
     sources: keys of the data sets, where several are mixed.
+    verdicts: by agent, those among which its role decides.
   """
   found = episodes(groups)
   for source in sources:
@@ -46,11 +49,14 @@ def rollout(
   turn_faults = collections.Counter(
     t.agent for g in groups for e in g.episodes for t in e.turns if t.fault
   )
+  found |= calls(groups) | confusion(groups)
+  beside = _beside(groups)
   for i, agent in enumerate(agents):
-    own = [t for t in rows.turns if t.agent == agent]
+    own = [t for t in rows.turns if t.agent == agent] + beside[agent]
     for part in (
       {"turn_faults": float(turn_faults[agent])},
       turns(own),
+      decided(own, verdicts.get(agent, ())),
       outcomes(groups, agent),
       moments(rows, i),
     ):
@@ -80,6 +86,67 @@ def episodes(groups: Sequence[Group]) -> dict[str, float]:
   return _floats(found)
 
 
+def _beside(groups: Sequence[Group]) -> Mapping[str, list[Turn]]:
+  """By agent, the turns of ok episodes that are no rows."""
+  found = collections.defaultdict(list)
+  for episode in (e for g in groups for e in g.episodes if rewards.ok(e)):
+    for turn in episode.turns:
+      if turn.fault is None and not turn.counts:
+        found[turn.agent].append(turn)
+  return found
+
+
+def confusion(groups: Sequence[Group]) -> dict[str, float]:
+  """How often a judge's first verdict in an episode was what, by agent.
+
+  `verdict_right_approved`, `verdict_right_rejected`, `verdict_wrong_approved`
+  and `verdict_wrong_rejected`, of ok episodes whose environment says whether
+  the first solution was right (the part "first_correct"); all four are there
+  where one is.
+  """
+  found: dict[str, float] = {}
+  for episode in (e for g in groups for e in g.episodes if rewards.ok(e)):
+    correct = episode.outcome.parts.get("first_correct")
+    if correct is None:
+      continue
+    first: dict[str, str] = {}
+    for turn in episode.turns:
+      verdict = turn.reply and turn.reply.verdict
+      if verdict in ("approve", "reject"):
+        first.setdefault(turn.agent, verdict)
+    for agent, verdict in first.items():
+      for truth in ("right", "wrong"):
+        for said in ("approve", "reject"):
+          hit = verdict == said and bool(correct) == (truth == "right")
+          name = f"verdict_{truth}_{said.removesuffix('e')}ed/{agent}"
+          found[name] = found.get(name, 0.0) + hit
+  return found
+
+
+def calls(groups: Sequence[Group]) -> dict[str, float]:
+  """What remote policies were asked, in failed episodes too.
+
+  By policy: `remote_calls`, those of them that had no answer (`_failed`) and
+  that nobody had to be asked for (`_cached`), the `_retries`, the tokens of
+  prompts and completions, and the `_cost`.
+  """
+  found: dict[str, float] = collections.defaultdict(float)
+  for turn in (t for g in groups for e in g.episodes for t in e.turns):
+    if turn.call is None:
+      continue
+    for what, number in {
+      "calls": 1,
+      "failed": turn.fault is not None,
+      "cached": turn.call.cached,
+      "retries": turn.call.retries,
+      "prompt_tokens": turn.call.prompt_tokens,
+      "completion_tokens": turn.call.completion_tokens,
+      "cost": turn.call.cost,
+    }.items():
+      found[f"remote_{what}/{turn.policy}"] += number
+  return _floats(found)
+
+
 def clocked(episode: Episode) -> bool:
   """Whether a clock decided something in it."""
   faults = [episode.fault, *(t.fault for t in episode.turns)]
@@ -93,7 +160,7 @@ def turns(own: Sequence[Turn]) -> dict[str, float]:
   entropy of the tempered full softmax they were drawn from; with top-k or
   top-p it is not: tokens outside the kept set are never drawn.
   """
-  lengths = [len(t.completion_ids) for t in own]
+  lengths = [t.num_tokens for t in own]
   surprise = [-t.sampler_logprobs for t in own if len(t.sampler_logprobs)]
   labels = collections.defaultdict(list)
   for turn in own:
@@ -112,14 +179,23 @@ def turns(own: Sequence[Turn]) -> dict[str, float]:
   return _floats(found)
 
 
+def decided(own: Sequence[Turn], verdicts: Sequence[str]) -> dict[str, float]:
+  """The share of each verdict in one agent's turns."""
+  found = {}
+  for verdict in verdicts:
+    given = [t.reply is not None and t.reply.verdict == verdict for t in own]
+    found |= _mean(f"decided_{verdict}", given)
+  return _floats(found)
+
+
 def outcomes(groups: Sequence[Group], agent: str) -> dict[str, float]:
   """Mean reward, and each of its parts, over the `episodes_in`: ok episodes
-  with the agent in."""
+  in which the agent has a row."""
   played = [
     e.outcome
     for g in groups
     for e in g.episodes
-    if rewards.ok(e) and any(t.agent == agent for t in e.turns)
+    if rewards.ok(e) and any(t.agent == agent and t.counts for t in e.turns)
   ]
   parts = collections.defaultdict(list)
   for outcome in played:
@@ -313,10 +389,11 @@ def sampling(before: Any, after: Any, policy: str) -> dict[str, float]:
 _SUMMED = (
   *("turns", "tokens", "turn_faults", "episodes", "wall_clock_faults"),
   *("kappa_groups", "singleton_groups", "zero_variance_groups", "rollout"),
-  *("groups_in", "prompt_cut", "chat_splits", "resample_dropped"),
+  *("groups_in", "prompt_cut", "chat_splits", "resample_dropped", "remote"),
+  "verdict",
   *("prompt_tokens", "prefilled_tokens", "slot_steps", "parked", "spilled"),
 )
-_GREATEST = ("ratio_error", "time", "resample_rounds")
+_GREATEST = ("ratio_error", "time", "resample_rounds", "memory")
 _MEAN_OVER = {
   **dict.fromkeys(("kappa", "score", "inflated", "delta"), "kappa_groups"),
   **{"mu": "groups_in", "sigma": "groups_in"},

@@ -19,6 +19,9 @@ import functools
 import hashlib
 import math
 import os
+import pathlib
+import resource
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -571,6 +574,25 @@ def memory(
   phases = {"rollout": state + engines, "score": state + score}
   phases["update"] = state + update
   return {p: tuple(int(b) for b in values) for p, values in phases.items()}
+
+
+def peaks() -> dict[str, int]:
+  """The most bytes so far: "host" of this process, and where a device tells it
+  (not on CPU) "device", of the fullest of its own.
+
+  ru_maxrss would do for the process, were it not handed down: on Linux a child
+  begins with the peak of the process that started it.
+  """
+  status = pathlib.Path("/proc/self/status")
+  if status.exists():
+    lines = dict(s.split(":", 1) for s in status.read_text().splitlines())
+    found = {"host": int(lines["VmHWM"].split()[0]) * 1024}
+  else:
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = {"host": most * (1 if sys.platform == "darwin" else 1024)}
+  stats = [device.memory_stats() or {} for device in jax.local_devices()]
+  used = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
+  return found | ({"device": max(used)} if used else {})
 
 
 def device_memory(config: Config, devices: Sequence[jax.Device]) -> int:

@@ -1,5 +1,6 @@
 """Matrix products in the compute dtype, summed in float32."""
 
+import functools
 from typing import Any
 
 import jax
@@ -45,10 +46,13 @@ def _forward(x, w):
 def _backward(operands, grad):
   # In the operands' dtype, too. A GPU would multiply a float32 gradient with
   # bfloat16 weights at half the rate.
-  def multiply(x, w):
-    return jnp.dot(x, w, precision=precision(x.dtype))
-
-  return jax.vjp(multiply, *operands)[1](grad.astype(operands[0].dtype))
+  x, w = operands
+  grad = grad.astype(x.dtype)
+  multiply = functools.partial(jnp.dot, precision=precision(x.dtype))
+  turned = jax.lax.platform_dependent(
+    x, cpu=lambda x: jax.lax.optimization_barrier(x.T), default=lambda x: x.T
+  )
+  return multiply(grad, w.T), multiply(turned, grad)
 
 
 dot.defvjp(_forward, _backward)

@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from drmas_jax import config as config_lib
-from drmas_jax.agents.agent import Foreign, Message
 from drmas_jax.tokenizer import Tokenizer, common_length
-from drmas_jax.types import Fault
+from drmas_jax.types import Fault, Foreign, Message
 
 _GAP = " ... "  # in place of what was cut
 _LEAST = 32  # tokens that stay of a part of age 0

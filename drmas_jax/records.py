@@ -37,7 +37,8 @@ class Record:
     won: it has, and succeeded.
     answer: the outcome's, for the vote.
     parts: the outcome's.
-    turns: {"agent", "tokens", "valid", "verdict", "stop_reason"} of each.
+    turns: {"agent", "tokens", "valid", "verdict", "stop_reason", "call"} of
+      each; the last is for those of remote policies, otherwise null.
     fault: {"kind", "message"} of one that failed.
     clocked: a clock decided something, so it might come out otherwise.
   """
@@ -59,7 +60,8 @@ class Record:
 
   @property
   def tokens(self) -> int:
-    return sum(turn["tokens"] for turn in self.turns)
+    """Sampled here."""
+    return sum(t["tokens"] for t in self.turns if t.get("call") is None)
 
   @classmethod
   def of(cls, episode: Episode) -> "Record":
@@ -76,10 +78,17 @@ class Record:
       turns=[
         {
           "agent": turn.agent,
-          "tokens": len(turn.completion_ids),
+          "tokens": turn.num_tokens,
           "valid": bool(turn.valid),
           "verdict": turn.reply and turn.reply.verdict,
           "stop_reason": turn.stop_reason,
+          "call": turn.call
+          and {
+            "failed": turn.fault is not None,
+            "cached": turn.call.cached,
+            "retries": turn.call.retries,
+            "cost": turn.call.cost,
+          },
         }
         for turn in episode.turns
       ],
@@ -122,6 +131,14 @@ def identity(
         "max_length": config.policies[name].engine.max_length,
       }
       for name, known in policies.items()
+    }
+    | {
+      name: {
+        "base_url": remote.base_url,
+        "model": remote.model,
+        "options": config_lib.to_dict(remote.options),
+      }
+      for name, remote in config.remotes.items()
     },
     "agents": {
       name: _without(config_lib.to_dict(agent), *training)

@@ -78,6 +78,10 @@ class Replicas:
     return any(s.busy for s in self.samplers)
 
   @property
+  def num_requests(self) -> int:
+    return sum(s.num_requests for s in self.samplers)
+
+  @property
   def num_running(self) -> int:
     return sum(s.num_running for s in self.samplers)
 

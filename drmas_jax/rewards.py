@@ -54,6 +54,11 @@ class Overlong(NamedTuple):
     return self.penalty * max(0, over) / self.buffer
 
 
+def real(episode: Episode) -> list[Turn]:
+  """The turns of an episode that are rows, if it is `ok`."""
+  return [t for t in episode.turns if t.counts and t.fault is None]
+
+
 def ok(episode: Episode) -> bool:
   """Whether an episode takes part in statistics and loss (rule 6)."""
   return episode.status == "ok" and episode.outcome is not None
@@ -88,7 +93,7 @@ def _rewards(episode: Episode) -> Iterator[tuple[str, float]]:
     yield "", reward + sum(of_turns.values())
     return
   for agent, own in reward.items():
-    turns = [t.index for t in episode.turns if t.agent == agent]
+    turns = [t.index for t in episode.turns if t.agent == agent and t.counts]
     if turns:
       yield agent, own + sum(of_turns.get(i, 0.0) for i in turns)
 
@@ -129,7 +134,7 @@ def step_returns(
   """
   found = [np.zeros(0)]
   for episode in (e for g in groups for e in g.episodes if ok(e)):
-    turns = [t for t in episode.turns if t.fault is None]
+    turns = real(episode)
     outcome = episode.outcome
     index = np.array([t.index for t in turns], int)
     final = np.array([outcome.of(t.agent) for t in turns])
@@ -158,7 +163,8 @@ def row_scores(
               - the agent's penalty if the turn is invalid
               - what the turn costs as an overlong one
 
-  Left out: episodes that failed or were cancelled, and turns with a fault.
+  Left out: episodes that failed or were cancelled, and turns with a fault or
+  that do not count.
 
   Args:
     groups: of one step.
@@ -175,9 +181,7 @@ def row_scores(
         continue
       outcome = episode.outcome
       per_agent |= isinstance(outcome.reward, Mapping)
-      for turn in episode.turns:
-        if turn.fault is not None:
-          continue
+      for turn in real(episode):
         score = outcome.of(turn.agent)
         score += outcome.turn_rewards.get(turn.index, 0.0)
         score -= 0.0 if turn.valid else penalties[turn.agent]

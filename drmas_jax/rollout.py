@@ -3,9 +3,10 @@
 One thread owns all devices and runs a plain loop: dispatch every sampler,
 harvest every sampler, advance the episodes that got an answer, in (task,
 episode, turn) order. What environments do as coroutines (rewards, and answers
-within an episode, such as passages) runs in one asyncio thread and comes back
-through a queue, which is waited for, with a limit, only when no engine has
-work.
+within an episode, such as passages), and calls of remote policies, run in one
+asyncio thread and come back through a queue, which is waited for, with a limit,
+only when no engine has work. A reward that asks an agent (`types.ask`) sends
+its question through the same queue, and the call is made here.
 """
 
 import asyncio
@@ -31,10 +32,13 @@ import jax
 import numpy as np
 
 from drmas_jax import config as config_lib
-from drmas_jax import prompts
+from drmas_jax import prompts, remote, usercode
+from drmas_jax.agents import agent as agent_lib
 from drmas_jax.sampler import Completion, Request, Sampler
 from drmas_jax.types import (
+  ASKER,
   ActRequest,
+  Call,
   CallRequest,
   Episode,
   Fault,
@@ -45,6 +49,7 @@ from drmas_jax.types import (
   Task,
   TransientError,
   Turn,
+  UserError,
   request,
 )
 
@@ -79,8 +84,17 @@ class Team:
     environment = config_lib.load_module(
       "environments", config.environment.name
     )
-    self.environment = environment.make(**config.environment.options)
+    make = environment.make
+    with usercode.blaming(
+      "making the environment", code=make, passes=(ValueError,)
+    ):
+      self.environment = make(**config.environment.options)
     self.reward_timeout_s = config.environment.reward_timeout_s
+
+  @property
+  def scores_groups(self) -> bool:
+    """Whether the environment scores the episodes of a task at once."""
+    return hasattr(self.environment, "score_group")
 
   def start(self, task: Task) -> Coroutine:
     """The orchestra's coroutine for one episode."""
@@ -88,7 +102,13 @@ class Team:
     def call(agent: str, *args, chat: str | None = None) -> Coroutine:
       return request(CallRequest(agent, args, chat))
 
-    return self.orchestra.run(task, call, **self.orchestra_options)
+    run, where = self.orchestra.run, f"task {task.source}[{task.index}]"
+    with usercode.blaming("starting the orchestra", where, run):
+      coro = run(task, call, **self.orchestra_options)
+    if not inspect.isawaitable(coro):
+      what = f"run(..) gave {coro!r}; write 'async def run'"
+      raise UserError(usercode.describe(what, "starting it", where, run))
+    return coro
 
 
 class _Strand:
@@ -119,6 +139,41 @@ class _Strand:
   def next_path(self) -> tuple[int, ...]:
     return (*self.path, next(self._asked))
 
+  def close(self) -> None:
+    self.coro.close()
+
+
+class _Question:
+  """What a coroutine in the I/O thread asks of an agent, and waits for."""
+
+  def __init__(self, asked: CallRequest):
+    self.asked = asked
+    self._loop = asyncio.get_running_loop()
+    self.answer = self._loop.create_future()
+
+  def settle(self, reply: Reply | Fault) -> None:
+    """From the thread that plays."""
+    self._loop.call_soon_threadsafe(self._settle, reply)
+
+  def close(self) -> None:
+    self.settle(Fault("cancelled", "the episode was given up"))
+
+  def _settle(self, reply: Reply | Fault) -> None:
+    if self.answer.done():  # it was given up meanwhile
+      return
+    if isinstance(reply, Fault):
+      self.answer.set_exception(CallFault(self.asked.agent, reply))
+    else:
+      self.answer.set_result(reply)
+
+
+class CallFault(TransientError):
+  """An agent that a reward asked has no answer."""
+
+  def __init__(self, agent: str, fault: Fault):
+    super().__init__(f"{agent!r}: {fault.kind}: {fault.message}")
+    self.wall_clock = fault.wall_clock
+
 
 class _Outside(NamedTuple):
   """A coroutine in the I/O thread.
@@ -127,20 +182,23 @@ class _Outside(NamedTuple):
     position: of the task that it is for.
     go_on: takes its result, or what it raised.
     deadline: when it is given up, by `time.monotonic()`.
+    heed: takes a `_Question` of it.
   """
 
   position: int
   go_on: Callable[[Any], None]
   deadline: float
+  heed: Callable[[_Question], None] | None = None
 
 
 class _Asked(NamedTuple):
-  """A turn that has been asked for."""
+  """A turn that has been asked for, at `since` by `time.monotonic()`."""
 
-  strand: _Strand
+  asker: _Strand | _Question
   agent: str
-  chat: prompts.Chat
+  chat: prompts.Chat | remote.Chat
   prompt: prompts.Prompt
+  since: float
 
 
 class _Play:
@@ -161,6 +219,7 @@ class _Play:
     self.paths: dict[int, tuple[int, ...]] = {}  # of turns, by their numbers
     self.chats: dict[tuple[str, str], prompts.Chat] = {}  # by agent and name
     self.observed: dict[tuple[int, ...], tuple[Any, Any]] = {}  # by path
+    self.judged: dict[int, Turn] = {}  # that a reward asked for, by number
     self.played = False  # the orchestra has returned
     self.done = False  # scored, or failed
 
@@ -182,8 +241,11 @@ class _Play:
     """Turns of a policy that have ended whenever this one is asked for.
 
     By their numbers, in the order of their paths. Those that run at the same
-    time may have ended, too, or not: they do not count (rule 26).
+    time may have ended, too, or not: they do not count (rule 26). Nor do any
+    for a turn that a reward asks for: nothing is kept of them any more.
     """
+    if self.played:
+      return []
     path = self.paths[turn]
     return sorted(
       (
@@ -195,6 +257,19 @@ class _Play:
       ),
       key=self.paths.__getitem__,
     )
+
+  def add(self, turn: Turn) -> None:
+    """Takes a turn whose index is still its number."""
+    if self.played:
+      self.judged[turn.index] = turn
+    else:
+      self.episode.turns.append(turn)
+
+  def settle_judged(self) -> None:
+    """Puts the turns that a reward asked for behind the others."""
+    turns = self.episode.turns
+    for _, turn in sorted(self.judged.items()):
+      turns.append(dataclasses.replace(turn, index=len(turns)))
 
   def settle(self) -> None:
     """Puts turns and observations in the order of their paths, and numbers
@@ -234,10 +309,20 @@ class _Io:
     )
     self._thread.start()
 
-  def run(self, tag: Any, awaitable: Any, timeout_s: float) -> None:
-    """Puts (tag, result or exception) on the queue within timeout_s."""
+  def run(
+    self, tag: Any, awaitable: Any, timeout_s: float, asks: bool = False
+  ) -> None:
+    """Puts (tag, result or exception) on the queue within timeout_s; before
+    that (tag, question), where it `asks`."""
+
+    async def ask(asked: CallRequest) -> Reply:
+      question = _Question(asked)
+      self.finished.put((tag, question))
+      return await question.answer
 
     async def guarded():
+      if asks:
+        ASKER.set(ask)
       try:
         result = await asyncio.wait_for(awaitable, timeout_s)
       except BaseException as e:  # it must come back as a value, whatever it is
@@ -246,15 +331,35 @@ class _Io:
 
     asyncio.run_coroutine_threadsafe(guarded(), self._loop)
 
-  def close(self) -> None:
+  def places(self) -> list[str]:
+    """Where the coroutines stand that are under way, our own left out."""
+    own = (__file__, asyncio.__file__.removesuffix("__init__.py"))
+    found = []
+    for task in asyncio.all_tasks(self._loop):
+      coro, place = task.get_coro(), ""
+      while (frame := getattr(coro, "cr_frame", None)) is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(own):
+          name = code.co_filename.rpartition("/")[2]
+          place = f"{name}:{frame.f_lineno} {code.co_name}"
+        coro = coro.cr_await
+      found += [place] if place else []
+    return sorted(found)
+
+  def close(self, endpoints: Collection[remote.Endpoint] = ()) -> None:
     """Gives up what is under way."""
 
-    def stop():
-      for task in asyncio.all_tasks(self._loop):
+    async def stop():
+      others = asyncio.all_tasks() - {asyncio.current_task()}
+      for task in others:
         task.cancel()
-      self._loop.call_soon(self._loop.stop)
+      if others:  # they close what they have open
+        await asyncio.wait(others, timeout=2)
+      for endpoint in endpoints:
+        endpoint.close()
+      self._loop.stop()
 
-    self._loop.call_soon_threadsafe(stop)
+    asyncio.run_coroutine_threadsafe(stop(), self._loop)
     self._thread.join(timeout=5)
 
 
@@ -267,13 +372,18 @@ class Rollout:
     samplers: Mapping[str, Sampler],
     config: config_lib.Config,
     heartbeat: Callable[[], None] = lambda: None,
+    remotes: Mapping[str, remote.Endpoint] | None = None,
   ):
-    """`heartbeat` is called once a round: signals are looked at there."""
+    """`heartbeat` is called once a round: signals are looked at there. Each
+    policy is among the `samplers` or the `remotes`."""
     self.team = team
     self.samplers = dict(samplers)
+    self.remotes = dict(remotes or {})
+    self.seed = 0  # of what is asked of remotes
     self.config = config
     self._heartbeat = heartbeat
     self._io: _Io | None = None
+    self._under_way: Episodes | None = None
 
   def collect(
     self,
@@ -307,6 +417,8 @@ class Rollout:
     """
     for sampler in self.samplers.values():
       sampler.engine.key = key
+    if self.remotes:
+      self.seed = zlib.crc32(np.asarray(jax.random.key_data(key)).tobytes())
     groups = [
       Group(
         task,
@@ -318,7 +430,16 @@ class Rollout:
       )
       for task in tasks
     ]
-    return Episodes(self, finished).collect(groups, sampling)
+    self._under_way = Episodes(self, finished)
+    try:
+      return self._under_way.collect(groups, sampling)
+    finally:
+      self._under_way = None
+
+  def waiting(self) -> str:
+    """What is being waited for, for people; from any thread."""
+    under_way = self._under_way
+    return "" if under_way is None else under_way.waiting()
 
   def decode(self, policy: str, ids: np.ndarray) -> str:
     """Text of a turn's ids, control tokens kept."""
@@ -332,7 +453,7 @@ class Rollout:
 
   def close(self) -> None:
     if self._io is not None:
-      self._io.close()
+      self._io.close(self.remotes.values())
       self._io = None
 
 
@@ -370,6 +491,7 @@ class Episodes:
     # Several policies may be on the same engines.
     engines = {id(s.engine): s.engine for s in self.samplers.values()}
     room = 2 * sum(e.max_concurrent_decodes for e in engines.values())
+    room += 2 * sum(e.concurrency for e in self.rollout.remotes.values())
     coming = iter([p for g in groups for p in self._make(g, sampling)])
     try:
       self._begin(coming, room)
@@ -380,6 +502,38 @@ class Episodes:
       self._abandon()
       raise
     return groups
+
+  def waiting(self) -> str:
+    """What is being waited for, for people; from any thread."""
+    now, turns, others = time.monotonic(), [], []
+    for play in list(self.plays.values()):
+      begun = inspect.getcoroutinestate(play.root.coro) != inspect.CORO_CREATED
+      if not begun or play.done:
+        continue
+      where = _where(play.episode)
+      for asked in list(play.waiting.values()):
+        turns.append((asked.since, asked.agent, where))
+      if not play.waiting:
+        others.append((play.key, "reward" if play.played else "act", where))
+    said = [f"{self.missing} episodes are not done"]
+    for since, agent, where in sorted(turns)[:1]:
+      policy = self.team.members[agent].config.policy
+      said.append(
+        f"the oldest turn of {len(turns)} is {agent!r}'s, by the policy "
+        f"{policy!r}, asked for {now - since:.0f} s ago in {where}"
+      )
+    for _, what, where in sorted(others)[:1]:
+      said.append(f"{len(others)} wait for the environment: {where}, {what}")
+    said += [
+      f"{name!r} has slots for {sampler.num_running} of its "
+      f"{sampler.num_requests} requests"
+      for name, sampler in self.samplers.items()
+      if sampler.busy
+    ]
+    if self.outside:
+      places = ", ".join(self.rollout.io.places()[:3])
+      said.append(f"the I/O thread has {len(self.outside)}, at {places}")
+    return "; ".join(said)
 
   def add(
     self,
@@ -462,8 +616,11 @@ class Episodes:
       except queue.Empty:
         break
       if owner is self and number in self.outside:
-        done = self.outside.pop(number)
-        yield done.position, functools.partial(done.go_on, result)
+        done = self.outside[number]
+        go_on = done.heed if isinstance(result, _Question) else done.go_on
+        if go_on is done.go_on:
+          del self.outside[number]
+        yield done.position, functools.partial(go_on, result)
       wait_s = 0.0
     now = time.monotonic()
     for number in [n for n, o in self.outside.items() if o.deadline < now]:
@@ -477,13 +634,15 @@ class Episodes:
     awaitable: Any,
     limit_s: float,
     go_on: Callable[[Any], None],
+    heed: Callable[[_Question], None] | None = None,
   ) -> None:
-    """Runs something in the I/O thread, and then `go_on` in this one."""
+    """Runs something in the I/O thread, and then `go_on` in this one; `heed`
+    for what it asks in between."""
     number = next(self.numbers)
     # A coroutine that blocks cannot be timed out in its own thread.
     deadline = time.monotonic() + limit_s + _LATE_S
-    self.outside[number] = _Outside(position, go_on, deadline)
-    self.rollout.io.run((self, number), awaitable, limit_s)
+    self.outside[number] = _Outside(position, go_on, deadline, heed)
+    self.rollout.io.run((self, number), awaitable, limit_s, heed is not None)
 
   # -- turns -------------------------------------------------------------------
 
@@ -498,10 +657,9 @@ class Episodes:
       self._fail(play, Fault("orchestra", str(e)))
       return
     except Exception as e:
-      e.add_note(_where(play.episode))
-      raise
+      raise _blame(e, "running the orchestra", play, strand.coro) from e
     if isinstance(asked, CallRequest):
-      self._call(play, strand, asked)
+      self._call(play, strand, asked, strand.next_path())
     elif isinstance(asked, GatherRequest):
       strand.results = [None] * len(asked.children)
       strand.missing = len(asked.children)
@@ -514,10 +672,8 @@ class Episodes:
     elif isinstance(asked, ActRequest):
       self._act(play, strand, asked)
     else:
-      raise TypeError(
-        f"an orchestra awaited {asked!r}; allowed are call(..), act(..) and "
-        f"gather(..); {_where(play.episode)}"
-      )
+      what = f"awaited {asked!r}; allowed are call(..), act(..), gather(..)"
+      raise _blame(what, "running the orchestra", play, strand.coro)
 
   def _finish(self, play: _Play, strand: _Strand, value: Any) -> None:
     parent = strand.parent
@@ -530,57 +686,141 @@ class Episodes:
     if not parent.missing:
       self._advance(play, parent, parent.results)
 
-  def _call(self, play: _Play, strand: _Strand, asked: CallRequest) -> None:
+  def _call(
+    self,
+    play: _Play,
+    asker: _Strand | _Question,
+    asked: CallRequest,
+    path: tuple[int, ...],
+  ) -> None:
     if asked.agent not in self.team.members:
-      raise ValueError(
-        f"the orchestra called {asked.agent!r}; allowed are "
-        f"{', '.join(self.team.members)}; add it to agents"
+      question = isinstance(asker, _Question)
+      what = (
+        f"the {'environment asked' if question else 'orchestra called'} "
+        f"{asked.agent!r}; allowed are {', '.join(self.team.members)}; add it "
+        "to agents"
       )
+      code = self._scorer if question else asker.coro
+      raise _blame(what, "calling an agent", play, code)
     member = self.team.members[asked.agent]
-    sampler = self.samplers[member.config.policy]
-    chat, prompt = self._prompt(play, member, asked)
-    turn = play.number(strand.next_path())
-    play.waiting[turn] = _Asked(strand, asked.agent, chat, prompt)
-    first = turn == 0  # of all episodes of the group it is the same
+    chat, prompt = self._prompt(play, member, asker, asked)
+    turn = play.number(path)
+    play.waiting[turn] = _Asked(
+      asker, asked.agent, chat, prompt, time.monotonic()
+    )
+    request = self._request(play, member, turn, prompt)
+    policy = member.config.policy
+    if policy in self.rollout.remotes:
+      self._post(play, self.rollout.remotes[policy], request, prompt)
+    else:
+      self.samplers[policy].submit(request, prompt.fault)
+
+  def _request(
+    self, play: _Play, member: Member, turn: int, prompt: prompts.Prompt
+  ) -> Request:
+    # Of all episodes of the group it is the same.
+    first = turn == 0 and not play.played
     earlier = play.before(turn, member.config.policy)
-    sampler.submit(
-      Request(
-        id=(*play.key, turn),
-        seed=(play.seed, play.episode.index, turn),
-        prompt_ids=prompt.ids,
-        max_tokens=member.config.max_tokens,
-        sampling=play.sampling or member.config.sampling,
-        closes=_closes_behind(prompt.opened, member.role.closes),
-        shared_by=len(self.groups[play.key[0]].episodes) if first else 1,
-        deadline=time.monotonic() + self.rollout.config.rollout.turn_timeout_s,
-        parents=tuple((*play.key, number) for number in earlier),
-        head=prompt.head,
-        kind=asked.agent,
-      ),
-      prompt.fault,
+    return Request(
+      id=(*play.key, turn),
+      seed=(play.seed, play.episode.index, turn),
+      prompt_ids=prompt.ids,
+      max_tokens=member.config.max_tokens,
+      sampling=play.sampling or member.config.sampling,
+      closes=_closes_behind(prompt.opened, agent_lib.closes(member.role.tags)),
+      shared_by=len(self.groups[play.key[0]].episodes) if first else 1,
+      deadline=time.monotonic() + self.rollout.config.rollout.turn_timeout_s,
+      parents=tuple((*play.key, number) for number in earlier),
+      head=prompt.head,
+      kind=member.name,
+    )
+
+  def _post(
+    self,
+    play: _Play,
+    endpoint: remote.Endpoint,
+    request: Request,
+    prompt: prompts.Prompt,
+  ) -> None:
+    """Asks a remote policy, in the I/O thread."""
+    seed = zlib.crc32(repr((self.rollout.seed, *request.seed)).encode()) >> 1
+    said = endpoint.complete(
+      prompt.messages,
+      max_tokens=request.max_tokens,
+      sampling=request.sampling,
+      seed=seed,
+      wanted=lambda: not play.done,
+    )
+    limit_s = self.rollout.config.rollout.turn_timeout_s
+    go_on = functools.partial(self._posted, request, prompt)
+    self._send(play.key[0], said, limit_s, go_on)
+
+  def _posted(
+    self, request: Request, prompt: prompts.Prompt, said: Any
+  ) -> None:
+    if isinstance(said, TimeoutError):
+      fault = Fault("remote", "past rollout.turn_timeout_s", wall_clock=True)
+      call = Call(remote.shown(prompt.messages))
+      said = remote.Said("", "fault", call, fault)
+    elif isinstance(said, BaseException):
+      raise said
+    self.answer(
+      Completion(
+        request,
+        ids=prompt.ids,  # it has none, and no log-probs
+        logprobs=np.zeros(0, np.float32),
+        log_kept_mass=np.zeros(0, np.float32),
+        version=0,
+        call=said.call,
+        fault=said.fault,
+        **_until_closed(said, request.closes),
+      )
     )
 
   def _prompt(
-    self, play: _Play, member: Member, asked: CallRequest
-  ) -> tuple[prompts.Chat, prompts.Prompt]:
+    self,
+    play: _Play,
+    member: Member,
+    asker: _Strand | _Question,
+    asked: CallRequest,
+  ) -> tuple[prompts.Chat | remote.Chat, prompts.Prompt]:
     """Of a chat that goes on, or of one that begins."""
-    policy, config = member.config.policy, self.rollout.config
-    chat = prompts.Chat(self.samplers[policy].tokenizer)
+    policy = member.config.policy
+    if policy in self.rollout.remotes:
+      chat = remote.Chat()
+    else:
+      chat = prompts.Chat(self.samplers[policy].tokenizer)
     if asked.chat is not None:
       chat = play.chats.setdefault((asked.agent, asked.chat), chat)
     if chat.waits:
-      raise ValueError(
+      what = (
         f"chat={asked.chat!r}: {asked.agent!r} is called in it while it has "
         "not answered yet; await its reply first, or give each call of a "
-        f"gather a chat of its own; {_where(play.episode)}"
+        "gather a chat of its own"
       )
-    write = member.role.reply if chat.begun else member.role.messages
-    prompt = chat.ask(
-      write(member.config.template, *asked.args),
-      prompts.limit(member.config, config.policies[policy].engine),
-      member.config.cut,
-    )
-    return chat, prompt
+      raise _blame(what, "calling an agent", play, asker.coro)
+    return chat, self._write(play, member, chat, asked.args)
+
+  def _write(
+    self,
+    play: _Play,
+    member: Member,
+    chat: prompts.Chat | remote.Chat,
+    args: tuple,
+  ) -> prompts.Prompt:
+    """The role's messages, and the prompt that is made of them."""
+    role, agent = member.role, member.config
+    write, table = role.messages, role.templates
+    if chat.begun:
+      write, table = role.reply, role.replies
+    doing = f"writing a prompt of {member.name!r}"
+    code = table.get(agent.template)
+    with usercode.blaming(doing, _where(play.episode), code):
+      messages = write(agent.template, *args)
+      if isinstance(chat, remote.Chat):
+        return chat.ask(messages)
+      engine = self.rollout.config.policies[agent.policy].engine
+      return chat.ask(messages, prompts.limit(agent, engine), agent.cut)
 
   def answer(self, completion: Completion) -> None:
     """Goes on with the episode that asked for a completion."""
@@ -592,7 +832,7 @@ class Episodes:
     asked.chat.hear(turn_index, completion.ids, completion.text)
     member = self.team.members[asked.agent]
     reply = self._parse(play, member, asked.prompt.opened, completion)
-    play.episode.turns.append(
+    play.add(
       Turn(
         agent=asked.agent,
         policy=member.config.policy,
@@ -610,26 +850,30 @@ class Episodes:
         continues=asked.prompt.continues,
         chat_split=asked.prompt.split,
         prompt_cut=asked.prompt.cut,
+        call=completion.call,
+        counts=completion.call is None and not play.played,
       )
     )
-    if completion.fault is not None:
+    if isinstance(asked.asker, _Question):
+      asked.asker.settle(completion.fault or reply)
+    elif completion.fault is not None:
       self._fail(play, completion.fault)
     elif not play.done:
-      self._advance(play, asked.strand, reply)
+      self._advance(play, asked.asker, reply)
 
   def _parse(
     self, play: _Play, member: Member, opened: str, completion: Completion
   ) -> Reply | None:
     if completion.fault is not None:
       return None
-    text = opened + completion.text
-    try:
-      return member.role.parse(
-        text, completion.stop_reason, **member.config.options
-      )
-    except Exception as e:
-      e.add_note(f"parsing a turn of {member.name!r}; {_where(play.episode)}")
-      raise
+    text, parse = opened + completion.text, member.role.parse
+    doing = f"parsing a turn of {member.name!r}"
+    with usercode.blaming(doing, _where(play.episode), parse):
+      reply = parse(text, completion.stop_reason, **member.config.options)
+    if not isinstance(reply, Reply):
+      what = f"parse returned {reply!r}; write a types.Reply"
+      raise _blame(what, doing, play, parse)
+    return reply
 
   # -- the environment within an episode ---------------------------------------
 
@@ -637,20 +881,20 @@ class Episodes:
     """Asks the environment; what takes waiting does so in the I/O thread."""
     environment = self.rollout.config.environment
     if not hasattr(self.team.environment, "act"):
-      raise ValueError(
+      what = (
         f"the orchestra awaited act(..), and the environment "
         f"{environment.name!r} has none; name one that has, such as 'search'"
       )
+      raise _blame(what, "acting", play, strand.coro)
     go_on = functools.partial(
       self._acted, play, strand, strand.next_path(), asked.action
     )
+    act = self.team.environment.act
     try:
-      answer = self.team.environment.act(play.episode.task, asked.action)
+      with usercode.blaming("acting", _where(play.episode), act):
+        answer = act(play.episode.task, asked.action)
     except TransientError as e:
       answer = e
-    except Exception as e:
-      e.add_note(f"acting in {_where(play.episode)}")
-      raise
     if inspect.isawaitable(answer):
       position, limit_s = play.episode.task.position, environment.act_timeout_s
       self._send(position, answer, limit_s, go_on)
@@ -668,8 +912,9 @@ class Episodes:
     if play.done:  # it was given up meanwhile
       return
     if isinstance(answer, BaseException):
-      limit = "environment.act_timeout_s"
-      self._fail(play, _outside_fault("environment", answer, limit))
+      limit, act = "environment.act_timeout_s", self.team.environment.act
+      fault = _outside_fault("environment", answer, limit, play, act)
+      self._fail(play, fault)
       return
     play.observed[path] = (action, answer)
     self._advance(play, strand, answer)
@@ -685,7 +930,7 @@ class Episodes:
     task = play.episode.task
     if not self.scored:
       self._end(play)
-    elif environment.scores_groups:
+    elif self.team.scores_groups:
       self._score_group(task)
     else:
       self._ask([play], lambda: environment.score(task, play.episode))
@@ -704,35 +949,51 @@ class Episodes:
   def _ask(self, plays: list[_Play], score: Callable[[], Any]) -> None:
     """Scores plays now, or in the I/O thread where that takes waiting."""
     try:
-      result = score()
+      with usercode.blaming("scoring", _where(plays[0].episode), self._scorer):
+        result = score()
     except TransientError as e:
       result = e
-    except Exception as e:
-      e.add_note(f"scoring {_where(plays[0].episode)}")
-      raise
     if inspect.isawaitable(result):
       self._send(
         plays[0].episode.task.position,
         result,
         self.team.reward_timeout_s,
         functools.partial(self._scored, plays),
+        functools.partial(self._heed, plays[0]),
       )
     else:
       self._scored(plays, result)
 
+  def _heed(self, play: _Play, question: _Question) -> None:
+    """Calls an agent that the reward of a play asks."""
+    if play.done:
+      question.close()
+    else:
+      self._call(play, question, question.asked, play.root.next_path())
+
   def _scored(self, plays: list[_Play], result: Any) -> None:
-    outcomes = result
-    if not self.team.environment.scores_groups:
-      outcomes = [result]
-    elif isinstance(result, BaseException) or len(result) != len(plays):
-      outcomes = [result] * len(plays)
+    outcomes = result if self.team.scores_groups else [result]
+    if isinstance(result, BaseException):
+      limit, code = "environment.reward_timeout_s", self._scorer
+      fault = _outside_fault("reward", result, limit, plays[0], code)
+      outcomes = [fault] * len(plays)
+    elif wrong := _misscored(plays, outcomes):
+      raise _blame(wrong, "scoring", plays[0], self._scorer)
     for play, outcome in zip(plays, outcomes, strict=True):
+      if play.waiting or play.judged:
+        self._hush(play)
       if isinstance(outcome, Outcome):
         play.episode.outcome = outcome
       else:
-        play.episode.status = "failed"
-        play.episode.fault = _reward_fault(outcome)
+        play.episode.status, play.episode.fault = "failed", outcome
       self._end(play)
+
+  @property
+  def _scorer(self) -> Callable[..., Any]:
+    environment = self.team.environment
+    if self.team.scores_groups:
+      return environment.score_group
+    return environment.score
 
   def _fail(self, play: _Play, fault: Fault) -> None:
     """Rule 6: the episode takes no part in statistics or loss."""
@@ -743,8 +1004,16 @@ class Episodes:
     self._forget(play)
     _close(play)
     self._end(play)
-    if self.scored and self.team.environment.scores_groups:
+    if self.scored and self.team.scores_groups:
       self._score_group(play.episode.task)
+
+  def _hush(self, play: _Play) -> None:
+    """What its reward asked for is over, answered or not."""
+    for sampler in self.samplers.values():
+      sampler.cancel(lambda r: r.id[:2] == play.key)
+    self._forget(play)
+    _close(play)
+    play.settle_judged()
 
   def _end(self, play: _Play) -> None:
     play.done = True
@@ -789,25 +1058,76 @@ def _closes_behind(
   return behind
 
 
+def _until_closed(
+  said: remote.Said, closes: Callable[[str], int | None] | None
+) -> dict[str, Any]:
+  """Text and stop reason of what was said, up to where an action closes."""
+  end = closes(said.text) if closes and said.fault is None else None
+  if end is None:
+    return {"text": said.text, "stop_reason": said.stop_reason}
+  return {"text": said.text[:end], "stop_reason": "tag"}
+
+
 def _close(play: _Play) -> None:
   for asked in play.waiting.values():
-    asked.strand.coro.close()
-  play.root.coro.close()
+    asked.asker.close()
+  play.root.close()
 
 
-def _reward_fault(error: Any) -> Fault:
-  if isinstance(error, BaseException):
-    limit = "environment.reward_timeout_s"
-    return _outside_fault("reward", error, limit)
-  return Fault("reward", f"returned {error!r}; write a types.Outcome")
+def _misscored(plays: Sequence[_Play], outcomes: Any) -> str:
+  """What is wrong with the outcomes of episodes; "" if nothing is."""
+  if not isinstance(outcomes, Sequence) or len(outcomes) != len(plays):
+    return (
+      f"returned {outcomes!r} for {len(plays)} episodes; write one for each"
+    )
+  for play, outcome in zip(plays, outcomes, strict=True):
+    if not isinstance(outcome, Outcome):
+      return f"returned {outcome!r}; write a types.Outcome"
+    if isinstance(outcome.reward, Mapping):
+      agents = {turn.agent for turn in play.episode.turns if turn.counts}
+      if missing := sorted(agents - outcome.reward.keys()):
+        return (
+          f"returned no reward for {', '.join(missing)}; write one for each "
+          "agent that has spoken, or one number for the team"
+        )
+  return ""
 
 
-def _outside_fault(kind: str, error: BaseException, limit: str) -> Fault:
-  """Of what a coroutine raised; `limit` is the key of its time limit."""
+def _outside_fault(
+  kind: str, error: BaseException, limit: str, play: _Play, code: Any
+) -> Fault:
+  """Of what a coroutine of the environment raised, if the world outside was to
+  blame: a time limit, a connection or another `OSError`, a `TransientError`.
+
+  Args:
+    kind: "environment" or "reward".
+    error: what was raised.
+    limit: the key of its time limit.
+    play: that it was raised for.
+    code: the method that raised it.
+
+  Raises:
+    UserError: it is no such thing.
+  """
   if isinstance(error, TimeoutError):
     return Fault(kind, f"past {limit}", True)
   clock = isinstance(error, TransientError) and error.wall_clock
+  outside = isinstance(error, (TransientError, OSError))
+  if isinstance(error, Exception) and not outside:
+    doing = (
+      f"{'scoring' if kind == 'reward' else 'acting'} (a types.TransientError "
+      "would lose the episode, and not the run)"
+    )
+    raise _blame(error, doing, play, code) from error
   return Fault(kind, f"{type(error).__name__}: {error}", clock)
+
+
+def _blame(
+  what: BaseException | str, doing: str, play: _Play, code: Any
+) -> UserError:
+  """See `usercode.describe`."""
+  where = _where(play.episode)
+  return UserError(usercode.describe(what, doing, where, code))
 
 
 def _where(episode: Episode) -> str:

@@ -27,7 +27,7 @@ from drmas_jax.config import Sampling
 from drmas_jax.pages import needed
 from drmas_jax.prefixes import Counts, Prefixes, Prompt, Row, Source, TurnId
 from drmas_jax.tokenizer import Growing, Tokenizer
-from drmas_jax.types import Fault, StopReason
+from drmas_jax.types import Call, Fault, StopReason
 
 __all__ = ["Completion", "Counts", "Request", "Sampler"]
 
@@ -77,7 +77,8 @@ class Request:
 class Completion:
   """What a request came to; see `types.Turn` for the fields.
 
-  `cached_tokens` of its prompt were not prefilled for it.
+  `cached_tokens` of its prompt were not prefilled for it. `call` is there where
+  it was sampled elsewhere.
   """
 
   request: Request
@@ -89,6 +90,7 @@ class Completion:
   version: int
   fault: Fault | None = None
   cached_tokens: int = 0
+  call: Call | None = None
 
 
 class _Shared(NamedTuple):
@@ -189,6 +191,11 @@ class Sampler:
   @property
   def busy(self) -> bool:
     return bool(self._jobs or self._failed)
+
+  @property
+  def num_requests(self) -> int:
+    """Requests that have not come back."""
+    return len(self._jobs) + len(self._failed)
 
   @property
   def num_running(self) -> int:

@@ -37,10 +37,14 @@ class Programs(NamedTuple):
       the other arguments are those of `learner`.
     vectors: (trainable, base, rows [b, T], temperature) -> [b, P] float32 z,
       of all P trained numbers: for small models.
+    norms: (trainable, base, data of `learner.train_step`, [M, b] what each
+      row's loss is multiplied with, micro-batches with rows, temperature) ->
+      [M, b] float32 norm of the gradient of what a row adds to the loss.
   """
 
   squares: Any
   vectors: Any
+  norms: Any
 
 
 @functools.cache
@@ -54,6 +58,7 @@ def programs(spec: learner.Spec) -> Programs:
   return Programs(
     jax.jit(functools.partial(_squares, alone), out_shardings=by_row),
     jax.jit(functools.partial(_vectors, alone)),
+    jax.jit(functools.partial(_norms, alone), out_shardings=by_row),
   )
 
 
@@ -112,6 +117,27 @@ def _squares(spec, trainable, base, batch, num_micro, temperature):
     return out.at[i].set(jax.lax.map(square, rows))
 
   start = jnp.zeros(batch.tokens.shape[:2], jnp.float32)
+  return jax.lax.fori_loop(0, num_micro, body, start)
+
+
+def _norms(spec, trainable, base, data, scale, num_micro, temperature):
+  def norm(row):
+    *row, factor = row
+
+    def loss(trainable):
+      rows = jax.tree.map(lambda x: x[None], row)
+      factors = jnp.full([spec.num_policies], factor)
+      return learner.batch_loss(
+        spec, trainable, base, *rows, factors, temperature
+      )[0]
+
+    return optax.tree.norm(jax.grad(loss)(trainable))
+
+  def body(i, out):
+    rows = jax.tree.map(lambda x: x[i], (*data, scale))
+    return out.at[i].set(jax.lax.map(norm, rows))
+
+  start = jnp.zeros(scale.shape, jnp.float32)
   return jax.lax.fori_loop(0, num_micro, body, start)
 
 

@@ -42,6 +42,7 @@ from drmas_jax import (
 )
 from drmas_jax import config as config_lib
 from drmas_jax import main as main_lib
+from drmas_jax.types import Group
 
 _SPIKE = 3  # times the median of the steps before
 _WINDOW = 15  # of these, at most
@@ -77,13 +78,13 @@ class Step(NamedTuple):
 
   Attributes:
     rows: the turns.
-    returns: [N], of `gigpo`.
+    groups: that they are of.
     products: by backbone (places of its turns [n], the scalar products of
       their score vectors [n, n] float64, factors of a turn in the loss [n]).
   """
 
   rows: rewards.Rows
-  returns: np.ndarray
+  groups: Sequence[Group]
   products: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
@@ -152,7 +153,7 @@ def play(
       rows = rewards.row_scores(groups, penalties)
       yield Step(
         rows,
-        rewards.step_returns(groups, rows.scores, config.advantage.gamma),
+        groups,
         [_products(b, rows) for b in backbones.values()],
       )
   finally:
@@ -208,11 +209,15 @@ def measure(
   lemma, calls = [], []
   for i, step in enumerate(play(config, num_steps, first)):
     for rule, settings in rules.items():
-      values, averages[rule] = _estimate(
-        settings, step, len(agents), averages[rule]
+      estimate, averages[rule] = advantages.of_rows(
+        settings,
+        step.rows,
+        step.groups,
+        num_agents=len(agents),
+        averages=averages[rule],
       )
       for k, agent in enumerate(agents):
-        said = gradients(step, values, k)
+        said = gradients(step, estimate.values, k)
         if said is not None:
           found[agent][rule].append(said)
     lemma.append(_lemma(step, agents))
@@ -226,25 +231,6 @@ def measure(
     "lemma": metrics.merge(lemma),
     "turns_per_episode": float(np.mean(calls)),
   }
-
-
-def _estimate(settings, step: Step, num_agents: int, averages):
-  rows = step.rows
-  found, averages = advantages.estimate(
-    settings,
-    rows.scores,
-    rows.group,
-    rows.agent,
-    rows.episode,
-    turn=np.array([t.index for t in rows.turns], np.int32),
-    tokens=np.array([len(t.completion_ids) for t in rows.turns], np.int32),
-    num_agents=num_agents,
-    per_agent=rows.per_agent,
-    anchor=rewards.anchors(rows.turns),
-    returns=step.returns,
-    averages=averages,
-  )
-  return found.values, averages
 
 
 def _lemma(step: Step, agents: Sequence[str]) -> dict[str, float]:

@@ -12,9 +12,10 @@ Orchestras, agents and environments import this module and nothing else of the
 package: what is here is what a user's own team may rely on.
 """
 
+import contextvars
 import dataclasses
 import types as _types
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,8 +29,8 @@ class Fault:
   """Why something has no result; a value, so that nothing is lost with it.
 
   Attributes:
-    kind: "deadline", "environment", "reward", "prompt", "request", "cancelled",
-      "worker".
+    kind: "deadline", "environment", "reward", "prompt", "request", "remote",
+      "cancelled", "worker".
     message: one sentence for a person.
     wall_clock: True where a clock decided, so that the run is no longer
       reproducible bit for bit (RULES 26 in the docs of `metrics`).
@@ -52,6 +53,10 @@ class TransientError(Exception):
 
 class RunError(RuntimeError):
   """The run cannot go on; `main` exits with code 3."""
+
+
+class UserError(RunError):
+  """Code of the user's own failed; the message names its file and line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +97,109 @@ class Reply:
   labels: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
+# -- roles --------------------------------------------------------------------
+
+Content = str | list[str]
+Message = dict[str, Content]
+Template = Callable[..., list[Message]]
+
+
+class Foreign(str):
+  """A part of a message's content that may be shortened.
+
+  Where a prompt is too long for its limit, parts of a high age lose text first,
+  down to nothing; those of age 0 come last and always keep some of both their
+  ends. Plain strings beside them (the template's own words, the question) stay.
+
+  Attributes:
+    age: 0 for what the agent is asked about now, and for the newest of a kind.
+  """
+
+  __slots__ = ("age",)
+
+  def __new__(cls, text: str, age: int = 0) -> "Foreign":
+    self = super().__new__(cls, text)
+    self.age = age
+    return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+  """A role: how its prompt is written, how its completion is read.
+
+  Attributes:
+    templates: by name, functions from the orchestra's arguments (the task,
+      then whatever it passes on) to chat messages. "default" must be there.
+    parse: `parse(text, stop_reason, *, option=..) -> Reply` reads a completion,
+      behind the `<think>` that the prompt ends with where a chat template opens
+      the reasoning; its keyword-only parameters are the options of the agent's
+      config entry.
+    tags: names of the action blocks at whose end sampling stops. Empty where
+      the whole completion is the action.
+    replies: by the same names, what a later call of the same chat adds: new
+      messages, from the arguments of that call. A role may be without.
+    examples: valid completions, for `--mode=check`: an agent's calls get them
+      in turns. "{answer}" in one stands for the task's answer. A role may be
+      without.
+    verdicts: those among which it decides (`Reply.verdict`). The share of each
+      is a metric, and a role that always gives one raises an alarm. Empty: it
+      has no choice.
+  """
+
+  templates: Mapping[str, Template]
+  parse: Callable[..., Reply]
+  tags: tuple[str, ...] = ()
+  replies: Mapping[str, Template] = dataclasses.field(default_factory=dict)
+  examples: tuple[str, ...] = ()
+  verdicts: tuple[str, ...] = ()
+
+  def messages(self, template: str, *args) -> list[Message]:
+    """The chat messages of one turn: [{"role": .., "content": ..}].
+
+    A content is a string, or a list of strings to be joined, of which those
+    that may be shortened are `Foreign`.
+    """
+    return self.templates[template](*args)
+
+  def reply(self, template: str, *args) -> list[Message]:
+    """The messages that a later call of a chat adds.
+
+    Raises:
+      ValueError: the role cannot continue a chat.
+    """
+    if template not in self.replies:
+      raise ValueError(
+        f"chat=: the role has no replies[{template!r}] to go on with; allowed "
+        f"are {', '.join(self.replies) or 'none'}; add one to the Agent, or "
+        "call it without chat="
+      )
+    return self.replies[template](*args)
+
+
+# -- what becomes of an episode -----------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """What a turn of a remote policy took.
+
+  Attributes:
+    prompt: what was asked, for people.
+    prompt_tokens, completion_tokens: as the reply counts them; 0 if it does
+      not.
+    retries: tries behind the first one.
+    cached: it was known, and nobody was asked.
+    cost: by the prices of the policy; 0 for one that was known.
+  """
+
+  prompt: str
+  prompt_tokens: int = 0
+  completion_tokens: int = 0
+  retries: int = 0
+  cached: bool = False
+  cost: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Turn:
   """One LLM call by one agent: the training row.
@@ -117,6 +225,10 @@ class Turn:
       `prompt_ids` begin with; None: there is none.
     chat_split: its chat had such a turn, and could not go on with its ids.
     prompt_cut: the prompt was too long, and something of it had to go.
+    call: of a remote policy: what it took. There are no ids then, and no
+      log-probs.
+    counts: whether it is a row: False for those of remote policies, and for
+      those that a reward asked for, which are in no statistics and no loss.
   """
 
   agent: str
@@ -135,6 +247,21 @@ class Turn:
   continues: int | None = None
   chat_split: bool = False
   prompt_cut: bool = False
+  call: Call | None = None
+  counts: bool = True
+
+  @property
+  def num_tokens(self) -> int:
+    """Of the completion, wherever it was sampled."""
+    if self.call is not None:
+      return self.call.completion_tokens
+    return len(self.completion_ids)
+
+  @property
+  def num_prompt_tokens(self) -> int:
+    if self.call is not None:
+      return self.call.prompt_tokens
+    return len(self.prompt_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +303,8 @@ class Episode:
   """One attempt of the team at a task.
 
   Attributes:
-    turns: in the order in which the orchestra reads.
+    turns: in the order in which the orchestra reads; those that a reward asked
+      for come last.
     action: what the orchestra returned.
     observations: (action, what the environment answered) of each `act`, in the
       same order.
@@ -289,3 +417,38 @@ async def gather(*children: Awaitable) -> list:
   of the arguments, whichever ends first; and so are the seeds of its sampling.
   """
   return await request(GatherRequest(tuple(children)))
+
+
+Asker = Callable[[CallRequest], Awaitable[Reply]]
+ASKER: contextvars.ContextVar[Asker] = contextvars.ContextVar("asker")
+
+
+async def ask(agent: str, *args: Any) -> Reply:
+  """What an agent says to a reward that is a coroutine: a judge.
+
+      JUDGES = ("judge",)
+
+      async def score(self, task, episode):
+        verdict = await ask("judge", task, episode.action)
+        return Outcome(reward=float(verdict.verdict == "approve"))
+
+  The agent has an entry in the config as any other, with a frozen or a remote
+  policy, and its name is in `JUDGES` of the environment's module. Its turns are
+  added to the episode's (of a group that is scored whole, to its first one's)
+  and are no rows. Several may be asked at once (`asyncio.gather`).
+
+  Args:
+    agent: its name.
+    *args: what the role's template takes.
+
+  Raises:
+    TransientError: it has no answer; uncaught, the episode is lost.
+  """
+  try:
+    asker = ASKER.get()
+  except LookupError:
+    raise RuntimeError(
+      f"ask({agent!r}, ..): only a reward that is a coroutine may ask; an "
+      "orchestra has its `call`"
+    ) from None
+  return await asker(CallRequest(agent, args))

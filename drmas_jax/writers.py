@@ -1,14 +1,21 @@
-"""What a run leaves for people: numbers, a progress line, episodes, a figure.
+"""What a run leaves for people: numbers, a progress line, episodes.
 
     metrics.jsonl       one line a step
     tensorboard/        the same as events
+    wandb_id            of the same on Weights & Biases
     transcripts/*.jsonl whole episodes, bounded on disk
-    config.json summary.json report.png
+    config.json summary.json
 
-A writer has the methods of `clu.metric_writers.MetricWriter`, so that one of
-clu's can stand in any list of them (clu's own need TensorFlow, which is why
-these exist). Whole files are renamed into place; the two that grow are cut
-back to a checkpoint's step on resume.
+`logging.writers` lists who gets the numbers: rows of `WRITERS`, and modules of
+a user's own with `make(config, workdir, first)`. What `make` returns has those
+of the methods of `Writer` that it cares for, which are those of
+`clu.metric_writers.MetricWriter` and `write_episodes`; so one of clu's can
+stand in the list (they need TensorFlow, which is why ours exist). What shows a
+run never ends it: a writer that raises is left out from then on, and a warning
+says so once.
+
+Whole files are renamed into place; those that grow are cut back to a
+checkpoint's step on resume.
 """
 
 import collections
@@ -18,20 +25,20 @@ import math
 import os
 import pathlib
 import re
+import secrets
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
-from drmas_jax.types import Episode, Fault, Turn
-
-SCHEMA = 1  # of a line of the transcripts
+from drmas_jax import config as config_lib
 
 
 class Writer:
-  """clu's MetricWriter; every method does nothing, so this one is also null."""
+  """What is told of a run; every method does nothing, so this one is null."""
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Numbers of a step; several calls may add to one step."""
@@ -40,7 +47,11 @@ class Writer:
     """Snippets by name."""
 
   def write_hparams(self, hparams: Mapping[str, Any]) -> None:
-    """The flat config, once."""
+    """The flat config, once, at the start of a new run."""
+
+  def write_episodes(self, episodes: Sequence[Mapping[str, Any]]) -> None:
+    """Those of the step that are written whole (`logging.transcript_groups`),
+    of this host, as lines of `transcripts`."""
 
   def write_summaries(self, step, values, metadata=None) -> None: ...
 
@@ -60,14 +71,31 @@ class Writer:
 
 
 class MultiWriter(Writer):
-  """Hands every call to each writer of a list, ours or clu's."""
+  """Hands every call to each writer of a list that has the method.
+
+  One that raises is taken off the list, with a warning.
+  """
 
   def __init__(self, writers: Iterable[Any]):
-    self.writers = tuple(writers)
+    self.writers = list(writers)
 
   def _each(self, method: str, *args, **kwargs) -> None:
-    for writer in self.writers:
-      getattr(writer, method)(*args, **kwargs)
+    for writer in tuple(self.writers):
+      if not hasattr(writer, method):
+        continue
+      try:
+        getattr(writer, method)(*args, **kwargs)
+      except Exception as e:
+        self.writers.remove(writer)
+        where = traceback.extract_tb(e.__traceback__)[-1]
+        print(
+          f"drmas_jax: WARNING: the writer {type(writer).__module__}."
+          f"{type(writer).__qualname__} raised {type(e).__name__}: {e} in "
+          f"{method} ({where.filename}:{where.lineno}); it gets nothing more, "
+          "and the run goes on",
+          file=sys.stderr,
+          flush=True,
+        )
 
   def write_scalars(self, step, scalars):
     self._each("write_scalars", step, scalars)
@@ -77,6 +105,9 @@ class MultiWriter(Writer):
 
   def write_hparams(self, hparams):
     self._each("write_hparams", hparams)
+
+  def write_episodes(self, episodes):
+    self._each("write_episodes", episodes)
 
   def write_summaries(self, step, values, metadata=None):
     self._each("write_summaries", step, values, metadata)
@@ -128,6 +159,13 @@ class _ByStep(Writer):
 class JsonLines(_ByStep):
   """metrics.jsonl: {"step": 3, "reward/team": 0.5, ..}; null if not finite."""
 
+  @classmethod
+  def make(cls, config: Any, workdir: pathlib.Path, first: int) -> "JsonLines":
+    del config
+    path = workdir / "metrics.jsonl"
+    truncate_after(path, first - 1)
+    return cls(path)
+
   def __init__(self, path: pathlib.Path):
     super().__init__()
     self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
@@ -147,6 +185,13 @@ class JsonLines(_ByStep):
 class TensorBoard(Writer):
   """Events, one file a start; a board hides what older files say of `first`
   and later steps."""
+
+  @classmethod
+  def make(
+    cls, config: Any, workdir: pathlib.Path, first: int
+  ) -> "TensorBoard":
+    del config
+    return cls(workdir / "tensorboard", first)
 
   def __init__(self, folder: pathlib.Path, first: int = 0):
     import tensorboardX
@@ -173,6 +218,51 @@ class TensorBoard(Writer):
 
   def close(self):
     self._events.close()
+
+
+class Wandb(_ByStep):
+  """Weights & Biases. The id of its run is kept, so that a resume goes on with
+  the curves; what a kill made the run do twice is there twice.
+
+  Project, entity, key and mode are wandb's own environment variables
+  (WANDB_PROJECT, .., WANDB_MODE=offline).
+  """
+
+  @classmethod
+  def make(cls, config: Any, workdir: pathlib.Path, first: int) -> "Wandb":
+    del config
+    path = workdir / "wandb_id"
+    if not first or not path.exists():
+      write_text(path, secrets.token_hex(8))
+    return cls(workdir, path.read_text())
+
+  def __init__(self, folder: pathlib.Path, run_id: str):
+    import wandb
+
+    super().__init__()
+    self._run = wandb.init(
+      id=run_id,
+      resume="allow",
+      name=folder.resolve().name,
+      dir=str(folder),
+      settings=wandb.Settings(console="off"),
+    )
+    # Its own steps never go back, and those of a run that was killed do.
+    self._run.define_metric("*", step_metric="step")
+
+  def write_hparams(self, hparams):
+    self._run.config.update(dict(hparams), allow_val_change=True)
+
+  def _emit(self, step, scalars):
+    self._run.log({"step": step, **scalars})
+
+  def close(self):
+    super().close()
+    self._run.finish()
+
+
+# What `logging.writers` names without a dot.
+WRITERS = {"jsonl": JsonLines, "tensorboard": TensorBoard, "wandb": Wandb}
 
 
 class Progress:
@@ -323,7 +413,7 @@ def truncate_after(path: pathlib.Path, step: int) -> None:
   """Drops lines of later steps, and a last line that a kill left half done."""
   if not path.exists():
     return
-  with _replacing(path) as out, open(path, "rb") as lines:
+  with replacing(path) as out, open(path, "rb") as lines:
     for line in lines:
       record = _parse(line)
       if record is not None and record["step"] <= step:
@@ -335,8 +425,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
   return json.loads(line) if line.endswith(b"\n") else None
 
 
-class Transcripts:
-  """Episodes as JSON lines, in numbered files; the oldest go first.
+class Transcripts(Writer):
+  """Lines of `transcripts`, in numbered files; the oldest go first.
 
   Args:
     folder: made if it is not there.
@@ -361,9 +451,9 @@ class Transcripts:
   def _paths(self) -> list[pathlib.Path]:
     return sorted(self._folder.glob("*.jsonl"))
 
-  def write(self, records: Iterable[Mapping[str, Any]]) -> None:
-    for record in records:
-      line = json_line(record)
+  def write_episodes(self, episodes):
+    for episode in episodes:
+      line = json_line(episode)
       # A lone surrogate becomes an escape that JSON reads back.
       self._append(line.encode(errors="backslashreplace"))
 
@@ -389,89 +479,11 @@ def json_line(record: Mapping[str, Any]) -> str:
   return json.dumps(record, default=_plain, ensure_ascii=False) + "\n"
 
 
-def episode_record(
-  episode: Episode,
-  step: int,
-  kind: str,
-  decode: Callable[[str, np.ndarray], str],
-  scores: Mapping[int, float] | None = None,
-  advantages: Mapping[int, float] | None = None,
-) -> dict[str, Any]:
-  """An episode as plain data, for `Transcripts`.
-
-  Args:
-    episode: as it ended, failed ones too.
-    step: of training.
-    kind: "train" or "eval".
-    decode: (policy, ids) -> text, special tokens kept.
-    scores: of the rows, by turn index.
-    advantages: likewise.
-  """
-  task, outcome = episode.task, episode.outcome
-  return {
-    "schema": SCHEMA,
-    "step": step,
-    "kind": kind,
-    "task": {
-      "source": task.source,
-      "index": task.index,
-      "position": task.position,
-      "question": task.question,
-      "answer": task.answer,
-    },
-    "episode": episode.index,
-    "status": episode.status,
-    "fault": _fault(episode.fault),
-    "action": episode.action,
-    "reward": outcome and outcome.reward,
-    "success": outcome and outcome.won,
-    "parts": outcome and outcome.parts,
-    "turns": [
-      _turn_record(turn, decode)
-      | {
-        "score": (scores or {}).get(turn.index),
-        "advantage": (advantages or {}).get(turn.index),
-      }
-      for turn in episode.turns
-    ],
-  }
-
-
-def _turn_record(turn: Turn, decode: Callable) -> dict[str, Any]:
-  logprobs = np.asarray(turn.sampler_logprobs, np.float64)
-  return {
-    "index": turn.index,
-    "agent": turn.agent,
-    "policy": turn.policy,
-    "policy_version": turn.policy_version,
-    "prompt": decode(turn.policy, turn.prompt_ids),
-    "completion": turn.text,
-    "prompt_tokens": len(turn.prompt_ids),
-    "completion_tokens": len(turn.completion_ids),
-    "stop_reason": turn.stop_reason,
-    "valid": turn.valid,
-    "verdict": turn.reply and turn.reply.verdict,
-    "labels": turn.reply and turn.reply.labels,
-    "fault": _fault(turn.fault),
-    "logprobs": {
-      "sum": float(logprobs.sum()),
-      "mean": float(logprobs.mean()),
-      "min": float(logprobs.min()),
-    }
-    if logprobs.size
-    else None,
-  }
-
-
-def _fault(fault: Fault | None) -> dict[str, Any] | None:
-  return fault and {"kind": fault.kind, "message": fault.message}
-
-
 # -- files that are replaced whole ---------------------------------------------
 
 
 @contextlib.contextmanager
-def _replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
+def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
   """A file that takes the place of `path` once it is whole and on disk."""
   temporary = path.with_name(f".{path.name}.tmp")
   with open(temporary, "wb") as f:
@@ -487,7 +499,7 @@ def write_json(path: pathlib.Path, value: Any, indent: int | None = 2) -> None:
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-  with _replacing(path) as f:
+  with replacing(path) as f:
     f.write(text.encode())
 
 
@@ -514,113 +526,10 @@ def read_metrics(
   }
 
 
-class Line(NamedTuple):
-  """A series over steps.
-
-  Attributes:
-    label: of the legend.
-    steps: where it was measured.
-    values: likewise long.
-    color: number of one of ten colors.
-    look: of matplotlib: "-", "--", "o-"; with points it is never smoothed.
-    band: (low, high) around the values, where several runs are behind them.
-  """
-
-  label: str
-  steps: np.ndarray
-  values: np.ndarray
-  color: int
-  look: str = "-"
-  band: tuple[np.ndarray, np.ndarray] | None = None
-
-
-class Panel(NamedTuple):
-  """A panel of a figure; `scale` is "share" (0 to 1), "log" or "linear"."""
-
-  title: str
-  scale: str
-  lines: Sequence[Line]
-
-
-def report(
-  metrics: Mapping[str, tuple[np.ndarray, np.ndarray]], path: pathlib.Path
-) -> None:
-  """Four panels over steps: success, reward, gradient norm, inflation."""
-  contents = [
-    ("Held-out success", r"eval/((?:avg|pass)@\d+)", "o-", "share"),
-    ("Reward of the team (training)", r"reward/(team)", "-", "share"),
-    ("Gradient norm before clipping", r"grad_norm/(.+)", "-", "log"),
-    ("Inflation factor kappa", r"kappa/(.+)", "-", "linear"),
-  ]
-  panels = []
-  for title, pattern, look, scale in contents:
-    # What is by policy and agent ("solver/critic") is dashed.
-    lines = [
-      Line(name, *series, color=i, look="--" if "/" in name else look)
-      for i, (name, series) in enumerate(matching(metrics, pattern).items())
-    ]
-    panels.append(Panel(title, scale, lines))
-  draw(panels, path, columns=2)
-
-
 def matching(metrics: Mapping[str, Any], pattern: str) -> dict[str, Any]:
   """{first group of the pattern: what is there}, in the order of the names."""
   found = ((re.fullmatch(pattern, name), name) for name in sorted(metrics))
   return {m.group(1): metrics[name] for m, name in found if m}
-
-
-def draw(panels: Sequence[Panel], path: pathlib.Path, columns: int) -> None:
-  """All panels, over steps, as what the path's suffix says (.png, .pdf, ..)."""
-  from matplotlib.figure import Figure
-
-  rows = -(-len(panels) // columns)
-  figure = Figure(figsize=(5.5 * columns, 3.75 * rows), layout="constrained")
-  all_axes = figure.subplots(rows, columns, squeeze=False).flat
-  for axes, panel in zip(all_axes, panels, strict=True):
-    axes.set_title(panel.title, loc="left", fontsize=11)
-    axes.set_xlabel("step")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    for line in panel.lines:
-      _draw_line(axes, line)
-    if panel.lines:
-      axes.legend(frameon=False, fontsize=9)
-    else:
-      middle = {"ha": "center", "transform": axes.transAxes}
-      axes.text(0.5, 0.5, "not measured", **middle)
-    _set_range(axes, [line.values for line in panel.lines], panel.scale)
-  with _replacing(path) as f:
-    figure.savefig(f, format=path.suffix.removeprefix("."))
-
-
-def _draw_line(axes: Any, line: Line) -> None:
-  """A long one is smoothed: its moving mean, over what was measured if that
-  is of one run."""
-  series, color = (
-    [line.steps, line.values, *(line.band or ())],
-    f"C{line.color}",
-  )
-  width = max(1, len(line.values) // 20)
-  if "o" not in line.look and width > 1:
-    if line.band is None:
-      axes.plot(*series, color=color, alpha=0.25, linewidth=0.8)
-    mean = np.ones(width) / width
-    series = [np.convolve(values, mean, "valid") for values in series]
-  steps, values, *band = series
-  axes.plot(
-    steps, values, line.look, color=color, label=line.label, markersize=4
-  )
-  if band:
-    axes.fill_between(steps, *band, color=color, alpha=0.15, linewidth=0)
-
-
-def _set_range(axes: Any, lines: list[np.ndarray], scale: str) -> None:
-  """Logarithmic, or for shares the whole of 0 to 1."""
-  values = np.concatenate([*lines, np.zeros(0)])
-  if scale == "log" and (values > 0).any():
-    axes.set_yscale("log")
-  if scale == "share" and ((values >= 0) & (values <= 1)).all():
-    axes.set_ylim(-0.03, 1.03)
 
 
 def table(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
@@ -693,11 +602,16 @@ class RunWriter(MultiWriter):
   Args:
     workdir: made if it is not there.
     total_steps: of the run.
+    names: of writers, as `logging.writers` lists them.
+    config: the run's, for writers of a user's own.
     transcripts_mb: limit of the transcripts on disk.
     resume_from: step of the checkpoint that the run goes on from; what came
       after it is cut. None: a new run, which starts from empty files.
     primary: False on all processes but the first: nothing is written.
-    extra: further writers, such as clu's.
+    extra: further writers, which come last.
+
+  Raises:
+    ConfigError: a writer cannot be made.
   """
 
   def __init__(
@@ -705,6 +619,8 @@ class RunWriter(MultiWriter):
     workdir: str | pathlib.Path,
     total_steps: int,
     *,
+    names: Sequence[str] = ("jsonl",),
+    config: config_lib.Config | None = None,
     transcripts_mb: float = 64.0,
     resume_from: int | None = None,
     primary: bool = True,
@@ -717,35 +633,34 @@ class RunWriter(MultiWriter):
       return
     step = -1 if resume_from is None else resume_from
     self.workdir.mkdir(parents=True, exist_ok=True)
-    truncate_after(self._metrics, step)
-    self._transcripts = Transcripts(
-      self.workdir / "transcripts", transcripts_mb, step
-    )
     super().__init__(
       (
-        JsonLines(self._metrics),
-        TensorBoard(self.workdir / "tensorboard", first=step + 1),
+        *(_make(name, config, self.workdir, step + 1) for name in names),
         Console(total_steps, first=max(step, 0)),
+        Transcripts(self.workdir / "transcripts", transcripts_mb, step),
         *extra,
       )
     )
 
-  @property
-  def _metrics(self) -> pathlib.Path:
-    return self.workdir / "metrics.jsonl"
-
-  def write_episodes(self, records: Iterable[Mapping[str, Any]]) -> None:
-    """`episode_record`s, made only where they are written."""
+  def write_episodes(self, episodes: Iterable[Mapping[str, Any]]) -> None:
+    """Lines of `transcripts`, made only where they are written."""
     if self.primary:
-      self._transcripts.write(records)
+      super().write_episodes(list(episodes))
 
   def write_json(self, name: str, value: Any) -> None:
     """config.json, summary.json and the like."""
     if self.primary:
       write_json(self.workdir / name, value)
 
-  def write_report(self) -> None:
-    """report.png from what is in metrics.jsonl."""
-    if self.primary:
-      self.flush()
-      report(read_metrics(self._metrics), self.workdir / "report.png")
+
+def _make(name: str, config: Any, workdir: pathlib.Path, first: int) -> Any:
+  """A writer by its name; at the start of a run a fault of it ends the run."""
+  module = config_lib.load_module("writers", name)
+  try:
+    return module.make(config, workdir, first)
+  except Exception as e:
+    where = traceback.extract_tb(e.__traceback__)[-1]
+    raise config_lib.ConfigError(
+      f"logging.writers: {name!r} cannot be made: {type(e).__name__}: {e} "
+      f"({where.filename}:{where.lineno}); mend it, or remove it"
+    ) from e

@@ -70,12 +70,14 @@ def run(workdir, *flags, **kwargs):
 
 
 def metrics(workdir):
-  """{(step, name): value} of metrics.jsonl, what a clock measured left out."""
+  """{(step, name): value} of metrics.jsonl, without what the machine decides:
+  times and memory."""
   found = {}
   for line in (workdir / "metrics.jsonl").read_text().splitlines():
     record = json.loads(line)
     for name, value in record.items():
-      if not name.startswith("time/") and not name.endswith("_per_s"):
+      measured = name.startswith(("time/", "memory/"))
+      if not measured and not name.endswith("_per_s"):
         found[record["step"], name] = value
   return found
 

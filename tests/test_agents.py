@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from drmas_jax.agents import agent, math
-from drmas_jax.types import Task
+from drmas_jax.types import Agent, Foreign, Task
 
 pytestmark = pytest.mark.quick
 
@@ -93,10 +93,11 @@ def test_other_agents_see_a_verdict_up_to_its_end_and_no_reasoning():
 
 
 def test_only_roles_with_tags_stop_at_a_block():
-  assert math.solver.closes is None
+  assert agent.closes(math.solver.tags) is None
+  closes = agent.closes(math.verifier.tags)
   text = "no <verify>reject</verify>."
-  assert math.verifier.closes(text) == len(text) - 1
-  assert math.verifier.closes(text[:-2]) is None
+  assert closes(text) == len(text) - 1
+  assert closes(text[:-2]) is None
 
 
 def test_first_of_several_tags_acts():
@@ -127,7 +128,7 @@ def test_first_complete_block(text, more):
 def test_parsers_take_any_text(text, more):
   reply = math.verifier.parse(text, "stop")
   assert reply.verdict in ("approve", "reject")
-  end = math.verifier.closes(text)
+  end = agent.closes(math.verifier.tags)(text)
   if end is not None:
     assert math.verifier.parse(text[:end] + more, "stop") == reply
   solved = math.solver.parse(text, "stop")
@@ -191,7 +192,7 @@ def test_each_agents_newest_output_gives_way_last(template):
   said = tuple((n, n + str(i)) for i in (0, 1) for n in ("solver", "verifier"))
   said += (("solver", "solver2"),)
   parts = math.solver.messages(template, _task("Q"), said)[-1]["content"]
-  ages = {str(p): p.age for p in parts if isinstance(p, agent.Foreign)}
+  ages = {str(p): p.age for p in parts if isinstance(p, Foreign)}
   assert ages == {
     "solver0": 2,
     "verifier0": 1,
@@ -204,9 +205,9 @@ def test_each_agents_newest_output_gives_way_last(template):
 
 def test_a_role_goes_on_where_it_says_how():
   def more(task, text):
-    return [{"role": "user", "content": [agent.Foreign(text)]}]
+    return [{"role": "user", "content": [Foreign(text)]}]
 
-  role = agent.Agent(
+  role = Agent(
     templates={"default": None, "short": None},
     replies={"default": more},
     parse=math.solver.parse,
@@ -234,10 +235,7 @@ def test_a_role_goes_on_where_it_says_how():
 )
 def test_a_tag_is_no_part_of_another(text, end):
   """T10: only a whole block stops, whatever its name is a part of."""
-  role = agent.Agent(
-    templates={}, parse=math.solver.parse, tags=("search", "answer", "arch")
-  )
-  assert role.closes(text) == end
+  assert agent.closes(("search", "answer", "arch"))(text) == end
 
 
 def test_roles_ask_for_their_own_tags():

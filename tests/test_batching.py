@@ -382,8 +382,7 @@ def test_work_keeps_a_chat_if_one_of_its_turns_has_a_signal():
 # -- through engine and learner ------------------------------------------------
 
 TEAM = r"""
-from drmas_jax.agents.agent import Agent
-from drmas_jax.types import Reply
+from drmas_jax.types import Agent, Reply
 
 ROLES = ("counter",)
 

@@ -685,7 +685,7 @@ def test_modes_need_different_things(read):
   frozen = ("policies.alice.frozen=true", "policies.bob.frozen=true")
   [line] = lines(read, *frozen)
   assert line.startswith(
-    "policies: all are frozen, so nothing would be trained"
+    "policies: all are frozen or remote, so nothing would be trained"
   )
   greedy = "agents.solver.sampling.temperature=0"
   assert read(*frozen, greedy, mode="eval").trained == ()
@@ -805,7 +805,8 @@ def test_no_such_file(tmp_path, name):
 
 
 def test_import_that_fails_inside_a_module_is_not_hidden():
-  with pytest.raises(ModuleNotFoundError, match=r"own_team\.nowhere"):
+  match = r"'own_team.broken' fails at .*broken.py:1: Module.*own_team\.nowhere"
+  with pytest.raises(ConfigError, match=match):
     config_lib.load_module("environments", "own_team.broken")
 
 

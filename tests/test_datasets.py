@@ -875,3 +875,30 @@ def test_dotted_keys():
   for key in ("x", "a.x", "a.c.0", "a.b.x"):
     with pytest.raises(LookupError):
       own.find(row if key != "a.b.x" else {"a": row["a"]}, key)
+
+
+def test_one_file_is_cut_in_two(tmp_path):
+  """The last rows are held out, and an error names a row's own line."""
+  path = tmp_path / "all.jsonl"
+  rows = [{"question": str(i), "answer": i} for i in range(5)]
+  path.write_text("\n".join(map(json.dumps, rows)))
+  train, test = (
+    own.make(split, rows=str(path), held_out=2) for split in ("train", "test")
+  )
+  assert [r["question"] for r in train] == ["0", "1", "2"]
+  assert [r["question"] for r in test] == ["3", "4"]
+  assert train.fingerprint != test.fingerprint
+  with pytest.raises(IndexError):
+    train[3]
+  for options, wrong in (
+    ({"held_out": 5}, "all.jsonl has 5 rows"),
+    ({"held_out": -1}, "held_out=-1 is not allowed"),
+    ({"held_out": 1, "rows": {"train": str(path)}}, "splits of its own"),
+  ):
+    with pytest.raises(ValueError, match=wrong):
+      own.make("train", **({"rows": str(path)} | options))
+  with pytest.raises(ValueError, match="with held_out there are train, test"):
+    own.make("dev", rows=str(path), held_out=1)
+  path.write_text(path.read_text().replace('"answer": 4', '"gold": 4'))
+  with pytest.raises(ValueError, match=r"all\.jsonl:5: no field 'answer'"):
+    own.make("test", rows=str(path), held_out=2)

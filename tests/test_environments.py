@@ -45,7 +45,7 @@ def test_math(action, reward, answer):
     answer=answer,
   )
   assert outcome.won is (reward == 1.0)
-  assert not math.make().scores_groups
+  assert not hasattr(math.make(), "score_group")
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,8 @@ class World:
     team.orchestra_options = {}
     team.environment = self
     team.reward_timeout_s = 1.0
-    self.scores_groups = scores_groups
+    if scores_groups:
+      self.score_group = lambda g: [self.score(g.task, e) for e in g.episodes]
     num_slots = config.policies["p"].engine.num_slots
     self.sampler = Scripted(self.answer, num_slots=num_slots)
     self.rollout = rollout.Rollout(
@@ -231,9 +232,6 @@ class World:
   def score(self, task, episode):
     self.played.append((task.source, task.index, episode.index))
     return Outcome(float(episode.action == "1"), answer=episode.action)
-
-  def score_group(self, group):
-    return [self.score(group.task, e) for e in group.episodes]
 
   def beat(self):
     if len(self.played) >= self.stop_after:

@@ -119,7 +119,11 @@ ADVANTAGES = np.linspace(-1.5, 1.2, 11).astype(np.float32)
 def test_micro_batches_padding_and_order_change_nothing():
   """Rule 10."""
   turns, spec = make_turns(), make_spec()
-  whole, out = step(spec, pack(turns, 1, 16), ADVANTAGES, 1)
+  batch = pack(turns, 1, 16)
+  whole, out = step(spec, batch, ADVANTAGES, 1)
+  # By token what is summed by agent.
+  assert not out.gap[batch.weights == 0].any()
+  np.testing.assert_allclose(out.gap.sum(), out.sums.log_ratio_abs.sum(), 1e-5)
   order = np.random.default_rng(0).permutation(11)
   for batch, trips in (
     (pack(turns, 4, 4), 3),

@@ -51,12 +51,13 @@ def test_it_leaves_what_a_user_looks_for(job):
   patch = "manifest_diff.patch"  # where this tree has uncommitted changes
   assert {p.name for p in workdir.iterdir()} - {patch} == {
     *("config.json", "changes.json", "summary.json", "metrics.jsonl"),
-    *("checkpoints", "tensorboard", "transcripts", "report.png"),
+    *("checkpoints", "tensorboard", "transcripts", "report.html"),
     *("manifest.json", "eval", "scores.json"),
   }
   config = json.loads((workdir / "config.json").read_text())
   assert config["steps"] == 3 and config["policies"]["solver"]["micro_tokens"]
-  assert (workdir / "report.png").read_bytes().startswith(b"\x89PNG")
+  page = (workdir / "report.html").read_text()
+  assert "3 of 3" in page and "<dd>finished</dd>" in page
   assert {p.name for p in (workdir / "checkpoints").iterdir()} == {"2", "3"}
   (events,) = (workdir / "tensorboard").iterdir()
   assert events.stat().st_size > 1000

@@ -143,6 +143,34 @@ def test_turns_of_an_agent():
   assert "label_approve/solver" not in found
 
 
+def test_first_verdicts_are_counted_by_what_they_are_about():
+  def judged(right, *verdicts, agent="verifier"):
+    turns = [
+      turn(agent, i, reply=types.Reply("", verdict=v))
+      for i, v in enumerate(verdicts)
+    ]
+    return episode(*turns, parts={"first_correct": float(right)})
+
+  silent = episode(turn("verifier", reply=types.Reply("", verdict="approve")))
+  found = rollout(
+    [judged(1, "approve"), judged(1, "approve", "reject"), judged(1, "reject")],
+    [judged(0, "reject", "approve"), judged(0, "yes"), silent],
+    [lost("deadline", turn("verifier")), judged(0, "reject", agent="solver")],
+  )
+  verdicts = {k: v for k, v in found.items() if k.startswith("verdict_")}
+  assert verdicts == {
+    "verdict_right_approved/verifier": 2,
+    "verdict_right_rejected/verifier": 1,
+    "verdict_wrong_approved/verifier": 0,
+    "verdict_wrong_rejected/verifier": 1,
+    "verdict_right_approved/solver": 0,
+    "verdict_right_rejected/solver": 0,
+    "verdict_wrong_approved/solver": 0,
+    "verdict_wrong_rejected/solver": 1,
+  }
+  assert metrics.merge([found, found])["verdict_right_approved/verifier"] == 4
+
+
 def test_rewards_and_parts():
   found = rollout(
     [

@@ -394,6 +394,20 @@ def test_memory_of_a_device_is_the_config_s_or_a_part_of_the_machine():
   assert asked == placement.device_memory(make_config(), jax.devices()[:1]) // 8
 
 
+def test_peaks_are_of_this_process_and_its_fullest_device(monkeypatch):
+  before = placement.peaks()
+  assert before.keys() == {"host"}  # on CPU a device tells nothing
+  assert np.ones(3 << 24).sum() == 3 << 24  # 400 MB
+  assert placement.peaks()["host"] >= max(before["host"], 400e6)
+
+  def device(**stats):
+    return types.SimpleNamespace(memory_stats=lambda: stats or None)
+
+  devices = [device(peak_bytes_in_use=5), device(peak_bytes_in_use=7), device()]
+  monkeypatch.setattr(jax, "local_devices", lambda: devices)
+  assert placement.peaks()["device"] == 7
+
+
 # -- moves ---------------------------------------------------------------------
 
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from drmas_jax import config as config_lib
 from drmas_jax import prompts
 from drmas_jax.agents import math as agents
-from drmas_jax.agents.agent import Foreign
 from drmas_jax.tokenizer import Tokenizer
-from drmas_jax.types import Task
+from drmas_jax.types import Foreign, Task
 
 pytestmark = pytest.mark.quick
 

@@ -3,6 +3,8 @@
 Whole runs with two engines of each policy are in test_main.py.
 """
 
+import types as pytypes
+
 import jax
 import numpy as np
 import pytest
@@ -173,8 +175,7 @@ def test_all_engines_of_all_policies_are_dispatched_before_any_is_read():
       rollout.CallRequest(agent, args, chat)
     ),
   )
-  team.environment = type("", (), {"scores_groups": False, "score": won})
-  team.environment.score = staticmethod(won)
+  team.environment = pytypes.SimpleNamespace(score=won)
   tasks = [Task("s", i, i, "question", "1") for i in range(4)]
   groups = rollout.Rollout(team, samplers, config).collect(tasks, 2, "root")
   assert all(e.status == "ok" for g in groups for e in g.episodes)

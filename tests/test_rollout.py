@@ -21,6 +21,7 @@ from drmas_jax.types import (
   Reply,
   Task,
   TransientError,
+  UserError,
   gather,
 )
 
@@ -99,7 +100,8 @@ class Scripted:
 
 
 class Role:
-  closes = None
+  tags = ()
+  templates = replies = {}  # noqa: RUF012
 
   def messages(self, template, *args):
     return [{"role": "user", "content": " ".join(map(str, args))}]
@@ -113,8 +115,7 @@ class Role:
 
 class Environment:
   def __init__(self, score, scores_groups=False):
-    self.scores_groups = scores_groups
-    self.score = self.score_group = score
+    setattr(self, "score_group" if scores_groups else "score", score)
 
 
 def make_config(**changes):
@@ -342,14 +343,14 @@ def test_transient_errors_lose_an_episode_and_others_stop_the_run():
   def broken(task, episode):
     raise ZeroDivisionError("in user code")
 
-  with pytest.raises(ZeroDivisionError) as caught:
+  with pytest.raises(UserError, match=r"task s\[0\], episode 0") as caught:
     play(two_turns, broken)
-  assert "task s[0], episode 0" in caught.value.__notes__[0]
+  assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
   async def stranger(task, call):
     await call("nobody", task)
 
-  with pytest.raises(ValueError, match="called 'nobody'; allowed are a, b"):
+  with pytest.raises(UserError, match="called 'nobody'; allowed are a, b"):
     play(stranger, won)
 
 
@@ -444,7 +445,7 @@ def test_reasoning_that_the_template_opens(tmp_path, monkeypatch, opens, ends):
   """Q13, rule 13: tags before its end do not count, and it has to end."""
   said = "hm <verify>approve</verify>"
   first, said = len(said), said + "</think>so <verify>reject</verify>" * ends
-  monkeypatch.setattr(Role, "closes", staticmethod(verifier.closes))
+  monkeypatch.setattr(Role, "tags", verifier.tags)
   monkeypatch.setattr(Role, "parse", staticmethod(verifier.parse))
 
   async def run(task, call):
@@ -475,7 +476,7 @@ def test_a_chat_in_two_places_at_once():
   async def run(task, call):
     await gather(call("a", task, chat="x"), call("a", task, chat="x"))
 
-  with pytest.raises(ValueError, match=r"'x': 'a' is called.*not answered yet"):
+  with pytest.raises(UserError, match=r"'x': 'a' is called.*not answered yet"):
     play(run, won)
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from drmas_jax import config as config_lib
 from drmas_jax.agents import search as agents
-from drmas_jax.agents.agent import Foreign
+from drmas_jax.agents.agent import closes
 from drmas_jax.environments import search as environment
 from drmas_jax.orchestras import search, search_single
 from drmas_jax.retrieval.retriever import Passage, RetrievalFault
-from drmas_jax.types import ActRequest, Episode, Task
+from drmas_jax.types import ActRequest, Episode, Foreign, Task
 
 pytestmark = pytest.mark.quick
 
@@ -118,7 +118,7 @@ def test_what_is_made_up_behind_a_query_is_nowhere():
   """R07: sampling stops at the tag, and what was sampled with it is unread."""
   text = "<search>q</search> <information>fake</information> <answer>x</answer>"
   for role in (agents.searcher, agents.researcher):
-    assert text[: role.closes(text)] == "<search>q</search>"
+    assert text[: closes(role.tags)(text)] == "<search>q</search>"
     assert role.parse(text, "tag").text == "q"
 
 

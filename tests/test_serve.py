@@ -410,6 +410,34 @@ def test_the_team_is_that_of_a_rollout(served):
   assert served.idle() and not served.loop._episodes.plays
 
 
+def test_a_remote_policy_may_be_one_that_is_served(served):
+  from drmas_jax import remote
+  from drmas_jax.config import Remote, Sampling
+
+  async def ask(model):
+    there = Remote(f"{served.door.url}/v1", model, cache="", timeout_s=60.0)
+    one = remote.Endpoint(there)
+    try:
+      return await asyncio.gather(
+        *(
+          one.complete(ASK, max_tokens=6, sampling=Sampling(), seed=i % 4)
+          for i in range(8)
+        )
+      )
+    finally:
+      one.close()
+
+  said = asyncio.run(ask("solver"))
+  texts = [one.text for one in said]
+  assert texts[:4] == texts[4:] and len(set(texts)) > 1
+  for one in said:
+    assert one.fault is None and one.stop_reason in ("stop", "length")
+    assert one.call.prompt_tokens > 3 and 0 < one.call.completion_tokens <= 6
+  lost = asyncio.run(ask("another"))[0]
+  assert "status 404" in lost.fault.message
+  assert "allowed are solver, verifier, team" in lost.fault.message
+
+
 def test_a_team_that_breaks_costs_its_request(served, monkeypatch):
   async def broken(task, call, **options):
     await call("solver", task, ())

@@ -34,8 +34,6 @@ REWARD = """
 from drmas_jax.types import Outcome
 
 class Letters:
-  scores_groups = False
-
   def score(self, task, episode):
     return Outcome(reward=len(set(episode.action)) / 50)
 

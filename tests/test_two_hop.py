@@ -9,6 +9,7 @@ import pytest
 from drmas_jax import config as config_lib
 from drmas_jax import data, rollout, sft
 from drmas_jax.agents import search as agents
+from drmas_jax.agents.agent import closes
 from drmas_jax.backbone import checkpoint_folder
 from drmas_jax.datasets import two_hop
 from drmas_jax.models.tiny import make_tokenizer
@@ -100,7 +101,8 @@ def test_demonstrations_are_what_the_orchestra_asks_for():
       for args, completion in calls:
         role.messages("short", *args)
         reply = role.parse(completion, "tag")
-        assert reply.valid and role.closes(completion) == len(completion)
+        assert reply.valid
+        assert closes(role.tags)(completion) == len(completion)
         verdicts += [reply.verdict] if name == "verifier" else []
     assert verdicts.count("yes") <= 1 and verdicts.count("no") == len(
       played["searcher"]

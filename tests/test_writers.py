@@ -10,7 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from drmas_jax import types, writers
+from drmas_jax import config as config_lib
+from drmas_jax import writers
 
 pytestmark = pytest.mark.quick
 
@@ -120,7 +121,6 @@ def test_other_processes_write_nothing(tmp_path, capfd):
   run.write_texts(1, {"x": "y"})
   run.write_episodes(iter([{"step": 0}]))
   run.write_json("summary.json", {})
-  run.write_report()
   run.close()
   assert list(tmp_path.iterdir()) == []
   assert capfd.readouterr() == ("", "")
@@ -136,11 +136,152 @@ def test_every_writer_of_a_list_gets_every_call():
   many = writers.MultiWriter([Recorder(), writers.Writer(), Recorder()])
   names = [n for n in dir(writers.Writer) if not n.startswith("_")]
   for name in names:
-    args = {"flush": (), "close": (), "write_hparams": ({},)}
+    args = {"flush": (), "close": ()}
+    args |= dict.fromkeys(("write_hparams", "write_episodes"), ({},))
     more = {"sample_rate": 8000} if name == "write_audios" else {}
     getattr(many, name)(*args.get(name, (1, {})), **more)
   assert [c[0] for c in calls] == [n for n in names for _ in range(2)]
   assert calls[names.index("write_audios") * 2][2] == {"sample_rate": 8000}
+
+
+_OWN = """
+import json
+
+def make(config, workdir, first):
+  if config == "broken":
+    raise OSError("no such server")
+  assert first == 0
+  return Board(workdir / "own.jsonl")
+
+class Board:  # it has no more methods than it cares for
+  def __init__(self, path):
+    self.path = path
+
+  def write_scalars(self, step, scalars):
+    if step == 2:
+      raise KeyError("lost")
+    self.append([step, scalars])
+
+  def write_episodes(self, episodes):
+    self.append(episodes)
+
+  def append(self, line):
+    with open(self.path, "a") as f:
+      print(json.dumps(line), file=f)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+  """The name of a module of the user's own."""
+  (tmp_path / "own_boards").mkdir()
+  (tmp_path / "own_boards" / "board.py").write_text(_OWN)
+  monkeypatch.syspath_prepend(tmp_path)
+  yield "own_boards.board"
+  for name in [n for n in sys.modules if n.startswith("own_boards")]:
+    del sys.modules[name]
+
+
+def test_a_writer_that_raises_loses_nothing_but_itself(tmp_path, own, capsys):
+  run = writers.RunWriter(tmp_path, 3, names=("jsonl", own))
+  for step in (1, 2, 3):
+    run.write_scalars(step, {"x": step / 2})
+    run.write_episodes(e for e in [{"step": step}])
+    run.flush()
+  run.close()
+  lines = capsys.readouterr().err.splitlines()
+  (said,) = [line for line in lines if "WARNING" in line]
+  assert f"{own}.Board raised KeyError: 'lost' in write_scalars" in said
+  assert "board.py:16)" in said and "the run goes on" in said
+  assert lines_of(tmp_path / "own.jsonl") == [[1, {"x": 0.5}], [{"step": 1}]]
+  steps = [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")]
+  assert steps == [1, 2, 3]
+  episodes = lines_of(tmp_path / "transcripts" / "000000.jsonl")
+  assert [e["step"] for e in episodes] == [1, 2, 3]
+
+
+def test_a_writer_that_cannot_be_made_ends_the_start(tmp_path, own):
+  with pytest.raises(
+    config_lib.ConfigError, match=rf"'{own}' .*no such server \(.*board\.py:6\)"
+  ):
+    writers.RunWriter(tmp_path, 3, names=("jsonl", own), config="broken")
+
+
+def own_config(names):
+  import small_run
+
+  config = small_run.get_config()
+  config.logging = {"writers": names}
+  return config_lib.build(config)
+
+
+def test_writers_are_checked_before_a_run(monkeypatch):
+  monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not there
+  config_lib.check(own_config(["jsonl", "test_writers.nothing"]), "eval")
+  for names, fault in (
+    (
+      ["tensorbord", "jsonl"],
+      "'tensorbord' not found; allowed are jsonl, "
+      "tensorboard, wandb, or a module of your own",
+    ),
+    (["jsonl", "json.decoder"], "'json.decoder' has no make"),
+    (["jsonl", "jsonl"], "'jsonl' is there twice"),
+    (["tensorboard"], "lacks 'jsonl'"),
+    (["jsonl", "wandb"], "drmas-jax[wandb]"),
+  ):
+    with pytest.raises(
+      config_lib.ConfigError, match=r"^logging\.writers: "
+    ) as e:
+      config_lib.check(own_config(names))
+    assert fault in str(e.value) and "\n" not in str(e.value)
+
+
+def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
+  pytest.importorskip("wandb", reason="needs the extra: drmas-jax[wandb]")
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  monkeypatch.setenv("WANDB_SILENT", "true")
+  logged = []
+  for resume_from in (None, 1):
+    run = writers.RunWriter(
+      tmp_path, 3, names=("jsonl", "wandb"), resume_from=resume_from
+    )
+    if resume_from is None:
+      run.write_hparams({"a.b": 1})
+    first = 1 if resume_from is None else 2
+    for step in (first, first + 1):
+      run.write_scalars(step, {"x": float(step)})
+    run.close()
+    logged.append((tmp_path / "wandb_id").read_text())
+  assert logged[0] == logged[1]
+  folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+  assert [logged[0] in f.name for f in folders] == [True, True]
+  rows = [row for folder in folders for row in _wandb_rows(folder)]
+  assert [(r["step"], r["x"]) for r in rows] == [(1, 1), (2, 2), (2, 2), (3, 3)]
+  writers.RunWriter(tmp_path, 3, names=("jsonl", "wandb")).close()
+  assert (tmp_path / "wandb_id").read_text() != logged[0]  # a new run
+
+
+def _wandb_rows(folder):
+  """What was logged: the file is LevelDB's log of records, behind 7 bytes."""
+  from wandb.proto import wandb_internal_pb2
+
+  (path,) = folder.glob("*.wandb")
+  data, at, whole, block = path.read_bytes(), 7, b"", 1 << 15
+  while at + 7 <= len(data):
+    if block - at % block < 7:  # too little room for a head: padding
+      at += block - at % block
+      continue
+    size, part = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+    whole += data[at + 7 : at + 7 + size]
+    at += 7 + size
+    if part in (1, 4):  # all of a record, or its last part
+      record = wandb_internal_pb2.Record.FromString(whole)
+      whole = b""
+      if record.HasField("history"):
+        yield {
+          item.key or ".".join(item.nested_key): json.loads(item.value_json)
+          for item in record.history.item
+        }
 
 
 def test_same_methods_as_clu():
@@ -270,116 +411,26 @@ def test_transcripts_are_bounded_and_the_newest_stay(tmp_path):
   rng = np.random.default_rng(0)
   for step in range(200):
     text = "x" * int(rng.integers(10, 3000))
-    transcripts.write([{"step": step, "text": text}])
+    transcripts.write_episodes([{"step": step, "text": text}])
     sizes = [p.stat().st_size for p in tmp_path.iterdir()]
     assert sum(sizes) <= limit * 1e6
   assert sum(sizes) >= 0.7 * limit * 1e6
   steps = [r["step"] for p in sorted(tmp_path.iterdir()) for r in lines_of(p)]
   assert steps == list(range(steps[0], 200))
-  transcripts.write([{"step": 200, "text": "x" * 100_000}])  # more than all
+  transcripts.write_episodes(
+    [{"step": 200, "text": "x" * 100_000}]
+  )  # more than all
   assert sum(p.stat().st_size for p in tmp_path.iterdir()) == sum(sizes)
 
   resumed = writers.Transcripts(tmp_path, limit, resume_from=190)
-  resumed.write([{"step": 191, "text": "again"}])
+  resumed.write_episodes([{"step": 191, "text": "again"}])
   steps = [r["step"] for p in sorted(tmp_path.iterdir()) for r in lines_of(p)]
   assert steps == list(range(steps[0], 192))
 
 
 def test_no_transcripts_where_the_limit_is_zero(tmp_path):
-  writers.Transcripts(tmp_path, 0).write([{"step": 1}])
+  writers.Transcripts(tmp_path, 0).write_episodes([{"step": 1}])
   assert list(tmp_path.iterdir()) == []
-
-
-def make_turn(**changes):
-  fields = {
-    "agent": "verifier",
-    "policy": "judge",
-    "index": 1,
-    "prompt_ids": np.array([1, 2, 3], np.int32),
-    "completion_ids": np.array([4, 5], np.int32),
-    "sampler_logprobs": np.array([-0.5, -1.5], np.float32),
-    "log_kept_mass": np.zeros(2, np.float32),
-    "stop_reason": "tag",
-    "policy_version": 7,
-    "valid": True,
-    "text": "<verify>approve</verify>",
-    "reply": types.Reply("approve", verdict="approve", labels={"right": 1.0}),
-  }
-  return types.Turn(**fields | changes)
-
-
-def test_episode_record(tmp_path):
-  task = types.Task("arithmetic", 3, 40, "1 + 1 = ? \ud800 日本", np.int64(2))
-  fault = types.Fault("deadline", "too slow", wall_clock=True)
-  silent = make_turn(
-    index=2,
-    completion_ids=np.zeros(0, np.int32),
-    sampler_logprobs=np.zeros(0, np.float32),
-    stop_reason="fault",
-    text="",
-    reply=None,
-    fault=fault,
-  )
-  episode = types.Episode(
-    task,
-    5,
-    [make_turn(), silent],
-    action=np.float32(2),
-    outcome=types.Outcome(1.0, parts={"exact": 1.0}),
-  )
-  record = writers.episode_record(
-    episode,
-    12,
-    "train",
-    decode=lambda policy, ids: f"{policy}:{ids.tolist()}",
-    scores={1: 0.9},
-    advantages={1: -0.25},
-  )
-  transcripts = writers.Transcripts(tmp_path, 1.0)
-  transcripts.write([record])
-  (read,) = lines_of(tmp_path / "000000.jsonl")
-  assert "日本" in (tmp_path / "000000.jsonl").read_text()
-  turns = read.pop("turns")
-  assert read == {
-    "schema": 1,
-    "step": 12,
-    "kind": "train",
-    "task": {
-      "source": "arithmetic",
-      "index": 3,
-      "position": 40,
-      "question": "1 + 1 = ? \ud800 日本",
-      "answer": 2,
-    },
-    "episode": 5,
-    "status": "ok",
-    "fault": None,
-    "action": 2.0,
-    "reward": 1.0,
-    "success": True,
-    "parts": {"exact": 1.0},
-  }
-  assert turns[0] == {
-    "index": 1,
-    "agent": "verifier",
-    "policy": "judge",
-    "policy_version": 7,
-    "prompt": "judge:[1, 2, 3]",
-    "completion": "<verify>approve</verify>",
-    "prompt_tokens": 3,
-    "completion_tokens": 2,
-    "stop_reason": "tag",
-    "valid": True,
-    "verdict": "approve",
-    "labels": {"right": 1.0},
-    "fault": None,
-    "logprobs": {"sum": -2.0, "mean": -1.0, "min": -1.5},
-    "score": 0.9,
-    "advantage": -0.25,
-  }
-  assert turns[1]["fault"] == {"kind": "deadline", "message": "too slow"}
-  assert turns[1]["logprobs"] is None
-  assert turns[1]["score"] is None
 
 
 # -- files that are replaced whole ---------------------------------------------
@@ -394,53 +445,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     value["self"] = value
     writers.write_json(path, value)
   assert json.loads(path.read_text()) == {"reward": 0.5, "list": [0, 1, 2]}
-
-
-def made_up_run(path, steps=80):
-  rng = np.random.default_rng(0)
-  writer = writers.JsonLines(path)
-  for step in range(steps + 1):
-    level = 0.35 + 0.55 * (1 - np.exp(-step / 25))
-    scalars = {}
-    if step:
-      scalars["reward/team"] = float(np.clip(rng.normal(level, 0.05), 0, 1))
-      for policy in ("solver", "verifier"):
-        scalars[f"grad_norm/{policy}"] = float(rng.lognormal(-1, 0.4))
-        scalars[f"kappa/{policy}"] = float(rng.lognormal(0.1, 0.2))
-      if step % 10 == 1:
-        scalars["grad_norm/solver/solver"] = float(rng.lognormal(-1, 0.4))
-    if step % 10 == 0:
-      scalars |= {"eval/avg@8": level, "eval/pass@8": level**0.3}
-    writer.write_scalars(step, scalars)
-  writer.close()
-
-
-def test_report_is_a_picture(tmp_path):
-  import matplotlib.image
-
-  made_up_run(tmp_path / "metrics.jsonl")
-  metrics = writers.read_metrics(tmp_path / "metrics.jsonl")
-  writers.report(metrics, tmp_path / "report.png")
-  data = (tmp_path / "report.png").read_bytes()
-  assert data[:8] == b"\x89PNG\r\n\x1a\n"
-  picture = matplotlib.image.imread(tmp_path / "report.png")
-  assert picture.shape == (750, 1100, 4)
-  names = {p.name for p in tmp_path.iterdir()}
-  assert names == {"metrics.jsonl", "report.png"}
-
-  writers.report({}, tmp_path / "empty.png")  # a run cut before its first step
-  empty = matplotlib.image.imread(tmp_path / "empty.png")
-  assert [_colored_rows(q) for q in _quarters(empty)] == [0, 0, 0, 0]
-  for quarter in _quarters(picture):  # lines that spread over their panel
-    assert _colored_rows(quarter) > 100
-
-
-def _quarters(picture):
-  return [q for half in np.split(picture, 2) for q in np.split(half, 2, axis=1)]
-
-
-def _colored_rows(picture):
-  return int((np.ptp(picture[..., :3], axis=-1) > 0.2).any(axis=1).sum())
 
 
 def test_table():

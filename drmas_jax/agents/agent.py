@@ -1,7 +1,7 @@
-r"""What an agent is: how its prompt is written, how its completion is read.
+r"""What agents have in common: how tags and boxes in a completion are read.
 
-An agent is one `Agent(...)` value in a module of this folder; a config names
-it by module and name ("math.solver"). Nothing here knows of tokens.
+An agent is one `types.Agent(...)` value in a module of this folder; a config
+names it by module and name ("math.solver"). Nothing here knows of tokens.
 
 Two rules hold for every role. Tags count only outside `<think>..</think>`, and
 the first complete action block acts. Text from outside (the question, another
@@ -10,94 +10,14 @@ never formatted, so that braces in it mean nothing.
 """
 
 import collections
-import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
-
-from drmas_jax.types import Reply
-
-Content = str | list[str]
-Message = dict[str, Content]
-Template = Callable[..., list[Message]]
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE = re.compile(r"[^\s${}]+")
-
-
-class Foreign(str):
-  """A part of a message's content that may be shortened.
-
-  Where a prompt is too long for its limit, parts of a high age lose text first,
-  down to nothing; those of age 0 come last and always keep some of both their
-  ends. Plain strings beside them (the template's own words, the question) stay.
-
-  Attributes:
-    age: 0 for what the agent is asked about now, and for the newest of a kind.
-  """
-
-  __slots__ = ("age",)
-
-  def __new__(cls, text: str, age: int = 0) -> "Foreign":
-    self = super().__new__(cls, text)
-    self.age = age
-    return self
-
-
-@dataclasses.dataclass(frozen=True)
-class Agent:
-  """A role.
-
-  Attributes:
-    templates: by name, functions from the orchestra's arguments (the task,
-      then whatever it passes on) to chat messages. "default" must be there.
-    replies: by the same names, what a later call of the same chat adds: new
-      messages, from the arguments of that call. A role may be without.
-    parse: `parse(text, stop_reason, *, option=..) -> Reply` reads a completion,
-      behind the `<think>` that the prompt ends with where a chat template opens
-      the reasoning; its keyword-only parameters are the options of the agent's
-      config entry.
-    tags: names of the action blocks at whose end sampling stops. Empty where
-      the whole completion is the action.
-  """
-
-  templates: Mapping[str, Template]
-  parse: Callable[..., Reply]
-  tags: tuple[str, ...] = ()
-  replies: Mapping[str, Template] = dataclasses.field(default_factory=dict)
-
-  def messages(self, template: str, *args) -> list[Message]:
-    """The chat messages of one turn: [{"role": .., "content": ..}].
-
-    A content is a string, or a list of strings to be joined, of which those
-    that may be shortened are `Foreign`.
-    """
-    return self.templates[template](*args)
-
-  def reply(self, template: str, *args) -> list[Message]:
-    """The messages that a later call of a chat adds.
-
-    Raises:
-      ValueError: the role cannot continue a chat.
-    """
-    if template not in self.replies:
-      raise ValueError(
-        f"chat=: the role has no replies[{template!r}] to go on with; allowed "
-        f"are {', '.join(self.replies) or 'none'}; add one to the Agent, or "
-        "call it without chat="
-      )
-    return self.replies[template](*args)
-
-  @property
-  def closes(self) -> Callable[[str], int | None] | None:
-    """Where sampling stops: text -> index just after the first action block.
-
-    It gives None while no block is complete; it is None itself for a role
-    without tags, whose text then need not be decoded as it grows.
-    """
-    return functools.partial(_end_of_block, self.tags) if self.tags else None
 
 
 class Block(NamedTuple):
@@ -107,6 +27,15 @@ class Block(NamedTuple):
   content: str
   start: int
   end: int
+
+
+def closes(tags: tuple[str, ...]) -> Callable[[str], int | None] | None:
+  """Where sampling stops: text -> index just after the first action block.
+
+  It gives None while no block is complete; it is None itself for a role
+  without tags, whose text then need not be decoded as it grows.
+  """
+  return functools.partial(_end_of_block, tags) if tags else None
 
 
 def _end_of_block(tags: tuple[str, ...], text: str) -> int | None:

@@ -10,14 +10,18 @@ small pretrained ones on sums, which show two worked examples in place of words.
 from typing import Literal
 
 from drmas_jax.agents.agent import (
-  Agent,
-  Foreign,
-  Message,
   after_reasoning,
   find_block,
   last_box,
 )
-from drmas_jax.types import Reply, StopReason, Task
+from drmas_jax.types import (
+  Agent,
+  Foreign,
+  Message,
+  Reply,
+  StopReason,
+  Task,
+)
 
 Said = tuple[tuple[str, str], ...]
 
@@ -152,6 +156,7 @@ solver = Agent(
     "examples": _solver_examples,
   },
   parse=_parse_solver,
+  examples=(r"It comes to \boxed{{answer}}",),
 )
 verifier = Agent(
   templates={
@@ -161,4 +166,6 @@ verifier = Agent(
   },
   parse=_parse_verifier,
   tags=("verify",),
+  examples=("<verify>reject</verify>", "<verify>approve</verify>"),
+  verdicts=("approve", "reject"),
 )

@@ -11,14 +11,18 @@ import re
 from typing import Literal
 
 from drmas_jax.agents.agent import (
-  Agent,
-  Foreign,
-  Message,
   after_reasoning,
   find_block,
   one_block,
 )
-from drmas_jax.types import Reply, StopReason, Task
+from drmas_jax.types import (
+  Agent,
+  Foreign,
+  Message,
+  Reply,
+  StopReason,
+  Task,
+)
 
 Documents = tuple[str, ...]
 Steps = tuple[tuple[str, Documents], ...]
@@ -251,20 +255,29 @@ verifier = Agent(
   templates={"default": _default(_VERIFIER), "short": _short("verify")},
   parse=_parse_verifier,
   tags=("verify",),
+  examples=("<verify>no</verify>", "<verify>yes</verify>"),
+  verdicts=("yes", "no"),
 )
 searcher = Agent(
   templates={"default": _default(_SEARCHER), "short": _short("search")},
   parse=_parse_searcher,
   tags=("search",),
+  examples=("<think>One fact.</think><search>an example</search>",),
 )
 answerer = Agent(
   templates={"default": _default(_ANSWERER), "short": _short("answer")},
   parse=_parse_answerer,
   tags=("answer",),
+  examples=("<think>It is known.</think><answer>{answer}</answer>",),
 )
 researcher = Agent(
   templates={"default": _researcher, "short": _researcher_short},
   replies={"default": _more, "short": _more_short},
   parse=_parse_researcher,
   tags=("search", "answer"),
+  examples=(
+    "<think>One fact.</think><search>an example</search>",
+    "<think>It is known.</think><answer>{answer}</answer>",
+  ),
+  verdicts=("search", "answer"),
 )

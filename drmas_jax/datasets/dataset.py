@@ -1,5 +1,5 @@
 """What generated data sets share: numbered questions, scattered and split, and
-what a demonstration is."""
+what demonstrations are."""
 
 import hashlib
 import math
@@ -14,6 +14,21 @@ class Demonstration(NamedTuple):
 
   args: tuple
   completion: str
+
+
+class Sampled(NamedTuple):
+  """A turn as a policy has sampled it, which is trained on by its ids.
+
+  Attributes:
+    prompt: `prompt_ids` decoded, control tokens kept: it tells whether they are
+      of the tokenizer at hand.
+    prompt_ids: what the policy was given.
+    completion_ids: what it sampled, end token included if there was one.
+  """
+
+  prompt: str
+  prompt_ids: list[int]
+  completion_ids: list[int]
 
 
 class Numbered:

@@ -2,6 +2,7 @@
 
     sources=dict(mine=dict(name="own", options=dict(
       rows="data/{split}.jsonl", question="problem", answer="meta.gold")))
+    sources=dict(own=dict(options=dict(rows="tasks.jsonl", held_out=100)))
 
 Nothing is built or copied. Making a source reads all rows once: it checks them,
 so that no run ends at a bad row, and names their content.
@@ -26,6 +27,7 @@ def make(
   question: str = "question",
   answer: str = "answer",
   info: dict[str, str] | None = None,
+  held_out: int = 0,
 ) -> "Own":
   """A split of your rows.
 
@@ -40,37 +42,56 @@ def make(
       list items: "prompt.0.content".
     answer: the same for the gold answer: a text, a number, or a list of those.
     info: fields by the name they get in `Task.info`; none: no further fields.
+    held_out: so many last rows of a single file or object are its "test", and
+      the others its "train".
 
   Raises:
     ValueError: no such split, file or object; a row that is no mapping; a row
-      without one of the fields, or with an empty answer.
+      without one of the fields, or with an empty answer; nothing to train on.
   """
-  where = _of_split(rows, split)
+  where = _whole(rows, split) if held_out else _of_split(rows, split)
   fields = {"question": question, "answer": answer}
   fields |= {f"info.{name}": key for name, key in (info or {}).items()}
-  return Own(_open(where, fields.values()), where, fields)
+  found = _open(where, fields.values())
+  keep = range(len(found))
+  if held_out:
+    cut = len(found) - held_out
+    if held_out < 0 or cut < 1:
+      raise ValueError(
+        f"held_out={held_out} is not allowed; {where} has {len(found)} rows; "
+        "write fewer, and at least 0"
+      )
+    keep = keep[:cut] if split == "train" else keep[cut:]
+  return Own(found, where, fields, keep)
 
 
 class Own:
   """`data.Source` over rows that are somewhere else."""
 
-  def __init__(self, rows: "Rows", where: str, fields: Mapping[str, str]):
+  def __init__(
+    self, rows: "Rows", where: str, fields: Mapping[str, str], keep: range
+  ):
     """Checks every row, unless `rows` names its content by itself.
 
     Args:
       rows: raw rows by index.
       where: what they are called in errors.
       fields: dotted key by "question", "answer" and "info.NAME".
+      keep: the rows that are its own.
     """
     self._rows, self._where, self._fields = rows, where, fields
+    self._keep = keep
     known = getattr(rows, "fingerprint", None)
     digest = Digest()
-    for part in [known, dict(fields)] if isinstance(known, str) else self:
+    named = [known, dict(fields)]
+    if len(keep) < len(rows):
+      named.append([keep.start, keep.stop])
+    for part in named if isinstance(known, str) else self:
       digest.add(part)
     self.fingerprint = digest.hex()
 
   def __len__(self) -> int:
-    return len(self._rows)
+    return len(self._keep)
 
   def __iter__(self) -> Iterator[dict[str, Any]]:
     return (self[i] for i in range(len(self)))
@@ -78,10 +99,11 @@ class Own:
   def __getitem__(self, index: int) -> dict[str, Any]:
     if not 0 <= index < len(self):
       raise IndexError(f"index {index} is not in [0, {len(self)})")
-    row = self._rows[index]
-    name = f"{self._where}: row {index}"
+    place = self._keep[index]
+    row = self._rows[place]
+    name = f"{self._where}: row {place}"
     if isinstance(self._rows, JsonLines):
-      name = f"{self._where}:{self._rows.line(index)}"
+      name = f"{self._where}:{self._rows.line(place)}"
     if not isinstance(row, Mapping):
       raise ValueError(f"{name}: {type(row).__name__}, not a mapping of fields")
     found = {}
@@ -110,9 +132,23 @@ def _of_split(rows: str | Mapping[str, str], split: str) -> str:
     # One file for all splits would be trained and tested on.
     raise ValueError(
       f"rows={rows!r} does not say which split it is; write {{split}} in it, "
-      f"or rows=dict({split}={rows!r})"
+      f"rows=dict({split}={rows!r}), or held_out=NUMBER of its last rows"
     )
   return rows.replace("{split}", split)
+
+
+def _whole(rows: str | Mapping[str, str], split: str) -> str:
+  """What is to be cut in two."""
+  if not isinstance(rows, str) or "{split}" in rows:
+    raise ValueError(
+      f"rows={rows!r} has splits of its own, so that held_out has no effect; "
+      "remove one of the two"
+    )
+  if split not in ("train", "test"):
+    raise ValueError(
+      f"split={split!r} is not allowed; with held_out there are train, test"
+    )
+  return rows
 
 
 # -- rows by index -------------------------------------------------------------

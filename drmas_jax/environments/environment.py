@@ -1,7 +1,8 @@
 """What rewards an episode, and what answers within it.
 
 A module of this folder has `make(*, option=..) -> Environment`; its
-keyword-only parameters are the options of the config's entry.
+keyword-only parameters are the options of the config's entry. Agents that its
+rewards ask (`types.ask`) are named in its `JUDGES`, a tuple.
 """
 
 from collections.abc import Awaitable, Sequence
@@ -11,20 +12,15 @@ from drmas_jax.types import Episode, Group, Outcome, Task
 
 
 class Environment(Protocol):
-  """Scores episodes one by one, or a whole group once it is complete.
+  """Scores episodes one by one with `score`, or with `score_group`, if it has
+  one, all of a task once they are complete. `act` may be absent, where no
+  orchestra asks for it.
 
-  `act` may be absent, where no orchestra asks for it.
-
-  Attributes:
-    scores_groups: which of the two `score` methods is called; the other may be
-      absent.
-
-  What a coroutine raises, or a time limit, loses its episodes and no more: it
-  depends on the world outside. An exception of a plain function is a bug and
-  stops the run, except `types.TransientError`, which loses the episodes.
+  A `types.TransientError`, what a coroutine does not do within its limit, and
+  an `OSError` of a coroutine (a connection that is cut) depend on the world
+  outside: they lose their episodes and no more. Any other exception is a bug,
+  and stops the run.
   """
-
-  scores_groups: bool
 
   def score(self, task: Task, episode: Episode) -> Outcome | Awaitable[Outcome]:
     """The outcome of one finished episode."""

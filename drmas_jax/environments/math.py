@@ -18,8 +18,6 @@ class MathEnvironment:
   verdict (`grading.pool.GraderFault`) the episode is lost, not wrong.
   """
 
-  scores_groups = False
-
   def score(self, task: Task, episode: Episode) -> Outcome | Awaitable[Outcome]:
     solutions = (episode.action, episode.turns[0].reply.text)
     verdicts = [grading.quick_grade(s, task.answer) for s in solutions]

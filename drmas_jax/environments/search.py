@@ -35,8 +35,6 @@ class SearchEnvironment:
   well be answered.
   """
 
-  scores_groups = False
-
   def __init__(
     self,
     source: retrieval.Source,

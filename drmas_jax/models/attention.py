@@ -2,7 +2,8 @@
 
     splash   TPU    Pallas kernel that comes with JAX; never forms [T, T]
     cudnn    GPU    cuDNN's flash attention; takes segments as a [B, T, T] bias
-    xla      any    `layers.attend`; forms [B, H, T, T], and again in backward
+    xla      any    `layers.attend`; forms [B, H, T, T], of long rows again in
+                    the backward pass
 
 `resolve` is the one place that says which of them "auto" is, `check` why a
 named one cannot run. The tests run splash in interpret mode and compile it for
@@ -33,6 +34,9 @@ SAVED = "attention"  # what a remat policy may keep of splash, by this name
 _PLATFORM = {"splash": "tpu", "cudnn": "gpu"}
 _MULTIPLE = {"splash": 128, "cudnn": 2, "xla": 1}  # of a row's length
 _MAX_BLOCK = 512  # tokens that splash takes at a time
+# XLA's [T, T] arrays are kept for the backward pass up to a T of so many head
+# dims. Of longer rows they would outweigh all else of a layer.
+_KEPT = 4
 
 
 def resolve(
@@ -114,9 +118,10 @@ def attend(
     interpret: run splash as XLA operations, on any backend.
   """
   if kind == "xla":
-    # Kept for the backward pass, its [T, T] arrays would outweigh all else of a
-    # layer; to compute them again took no longer on CPU (T = 64 and 512).
-    return jax.checkpoint(_xla, prevent_cse=False)(q, k, v, segment_ids)
+    run = _xla
+    if q.shape[1] > _KEPT * q.shape[3]:
+      run = jax.checkpoint(_xla, prevent_cse=False)
+    return run(q, k, v, segment_ids)
   run = functools.partial(_splash, interpret=interpret)
   if kind == "cudnn":
     run = _cudnn

@@ -5,39 +5,25 @@
 
 All of it runs in the event loop that asks first; who waits holds no thread. A
 query has one budget of time, whatever becomes of its tries. A try that fails in
-a way that may pass (no connection, a cut one, status 408, 425, 429 or 5xx) is
-followed by another behind a pause, which doubles. One that takes much longer
-than is usual is not waited for alone: the same request goes out once more, and
-the first answer is taken (https://research.google/pubs/the-tail-at-scale/).
+a way that may pass (`http.Passing`) is followed by another behind a pause,
+which doubles. One that takes much longer than is usual is not waited for alone:
+the same request goes out once more, and the first answer is taken
+(https://research.google/pubs/the-tail-at-scale/).
 """
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
-import random
-import ssl
-import urllib.parse
 from collections.abc import Sequence
 
+from drmas_jax import http
 from drmas_jax.retrieval import retriever, wire
 from drmas_jax.retrieval.retriever import Passage, RetrievalFault
 
-_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
-_MAX_BODY = 64 << 20
-_MAX_HEAD = 1 << 16
 _MAX_TRIES = 3  # of one request at once
 _PAUSE_S = (0.05, 2.0)  # behind the first failure; at most
 _PATIENCE_S = (0.05, 10.0)  # least and most that one try is waited for alone
 _LOOK_S = 1.0
-
-
-class _Passing(Exception):
-  """A failure that another try may not meet."""
-
-  def __init__(self, message: str, after_s: float = 0.0):
-    super().__init__(message)
-    self.after_s = after_s
 
 
 @dataclasses.dataclass
@@ -101,7 +87,7 @@ class Client:
     """
     urls = [url] if isinstance(url, str) else list(url)
     _check(urls, form, budget_s, connections, batch, wait_s, cached)
-    self._servers = [_Server(one) for one in urls]
+    self._servers = [http.Server(one) for one in urls]
     self._form, self._budget_s = form, budget_s
     self._free = connections
     self._batch = 1 if form == "drmas" else batch
@@ -112,7 +98,7 @@ class Client:
     self._tasks: set[asyncio.Task] = set()
     self._usual = _Usual()
     self._turn = 0
-    self._jitter = random.Random(0)
+    self._backoff = http.Backoff(*_PAUSE_S)
     self.num_tries = self.num_failed_tries = 0
 
   async def retrieve(self, query: str, k: int) -> list[Passage]:
@@ -231,28 +217,24 @@ class Client:
           trouble = ended.exception()
           if trouble is None:
             return ended.result()
-          if not isinstance(trouble, _Passing):
+          if not isinstance(trouble, http.Passing):
             raise trouble
           num_failed += 1
           for asked in batch:
             asked.trouble = str(trouble)
-          next_at = loop.time() + self._pause(num_failed, trouble.after_s)
+          pause = self._backoff.pause(num_failed, trouble.after_s)
+          next_at = loop.time() + pause
     finally:
       for one in tries:
         one.cancel()
       await asyncio.gather(*tries, return_exceptions=True)
     return [[] for _ in queries]  # nobody waits for it
 
-  def _pause(self, num_failed: int, after_s: float) -> float:
-    first, most = _PAUSE_S
-    pause = min(most, first * 2.0 ** min(num_failed - 1, 20))
-    return max(after_s, pause * self._jitter.uniform(0.5, 1.5))
-
   async def _try(self, body: bytes, num: int, k: int) -> list[list[Passage]]:
     """One request.
 
     Raises:
-      _Passing: another one may do better.
+      http.Passing: another one may do better.
       RetrievalFault: none will.
     """
     server = self._servers[self._turn % len(self._servers)]
@@ -260,18 +242,12 @@ class Client:
     self.num_tries += 1
     began = asyncio.get_running_loop().time()
     try:
-      status, headers, answer = await server.post(body)
-    except (OSError, EOFError) as e:
+      answer = await server.ask(body)
+    except http.Passing:
       self.num_failed_tries += 1
-      raise _Passing(f"{server.url}: {type(e).__name__}: {e}") from e
-    except ValueError as e:
-      raise RetrievalFault(f"{server.url}: this is no HTTP: {e}") from e
-    if status in _PASSING:
-      self.num_failed_tries += 1
-      raise _Passing(f"{server.url}: status {status}", _after(headers))
-    if status != 200:
-      shown = answer[:200].decode("utf-8", "replace")
-      raise RetrievalFault(f"{server.url}: status {status}: {shown}")
+      raise
+    except http.Refused as e:
+      raise RetrievalFault(str(e)) from e
     found = wire.read_answer(answer, num, k)
     self._usual.add(asyncio.get_running_loop().time() - began)
     return found
@@ -279,11 +255,8 @@ class Client:
 
 def _check(urls, form, budget_s, connections, batch, wait_s, cached) -> None:
   for url in urls:
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-      raise ValueError(
-        f"url={url!r}: write http://HOST:PORT/retrieve, or https"
-      )
+    if fault := http.url_fault(url):
+      raise ValueError(f"url{fault}")
   if not urls:
     raise ValueError("url: names no server")
   if form not in wire.FORMATS:
@@ -303,131 +276,6 @@ def _check(urls, form, budget_s, connections, batch, wait_s, cached) -> None:
 
 def _open(batch: Sequence[_Asked]) -> list[_Asked]:
   return [asked for asked in batch if not asked.future.done()]
-
-
-def _after(headers: dict[str, str]) -> float:
-  """What Retry-After says in seconds; as a date it is not read."""
-  said = headers.get("retry-after", "")
-  return float(said) if said.isdecimal() else 0.0
-
-
-# -- HTTP ----------------------------------------------------------------------
-
-
-class _Server:
-  """One server's address, and connections to it that are not in use."""
-
-  def __init__(self, url: str):
-    self.url = url
-    parts = urllib.parse.urlsplit(url)
-    self._host = parts.hostname
-    self._tls = (
-      ssl.create_default_context() if parts.scheme == "https" else None
-    )
-    self._port = parts.port or (443 if self._tls else 80)
-    path = parts.path or "/"
-    path = f"{path}?{parts.query}" if parts.query else path
-    self._head = (
-      f"POST {path} HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\n"
-      "Content-Type: application/json\r\nAccept: application/json\r\n"
-      "Content-Length: "
-    ).encode("ascii")
-    self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-
-  async def post(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers by lower-cased name, and body of an answer.
-
-    Raises:
-      OSError: there is no connection, or no longer.
-      EOFError: the answer ends before its end.
-      ValueError: it is none of HTTP/1.
-    """
-    reader, writer = await self._connection()
-    keep = False
-    try:
-      writer.write(self._head + b"%d\r\n\r\n" % len(body) + body)
-      await writer.drain()
-      status, headers = await _read_head(reader)
-      while 100 <= status < 200:
-        status, headers = await _read_head(reader)
-      answer, ended = await _read_body(reader, headers)
-      keep = not ended and headers.get("connection", "").lower() != "close"
-      return status, headers, answer
-    except asyncio.LimitOverrunError as e:
-      raise ValueError(str(e)) from e
-    finally:
-      if keep:
-        self._idle.append((reader, writer))
-      else:
-        writer.close()
-
-  async def _connection(self):
-    while self._idle:
-      reader, writer = self._idle.pop()
-      if not reader.at_eof() and not writer.is_closing():
-        return reader, writer
-      writer.close()
-    return await asyncio.open_connection(
-      self._host, self._port, ssl=self._tls, limit=_MAX_HEAD
-    )
-
-  def close(self) -> None:
-    while self._idle:
-      with contextlib.suppress(OSError):
-        self._idle.pop()[1].close()
-
-
-async def _read_head(
-  reader: asyncio.StreamReader,
-) -> tuple[int, dict[str, str]]:
-  head = await reader.readuntil(b"\r\n\r\n")
-  first, *lines = head.decode("latin-1").split("\r\n")
-  version, _, rest = first.partition(" ")
-  if not version.startswith("HTTP/1") or not rest[:3].isdecimal():
-    raise ValueError(f"it begins {first[:80]!r}")
-  headers = {}
-  for line in lines:
-    name, _, value = line.partition(":")
-    headers[name.strip().lower()] = value.strip()
-  return int(rest[:3]), headers
-
-
-async def _read_body(
-  reader: asyncio.StreamReader, headers: dict[str, str]
-) -> tuple[bytes, bool]:
-  """It, and whether the connection ended with it."""
-  if headers.get("transfer-encoding", "").lower() == "chunked":
-    return await _read_chunks(reader), False
-  if "content-length" in headers:
-    size = int(headers["content-length"])
-    _check_size(size)
-    return await reader.readexactly(size), False
-  parts, total = [], 0
-  while part := await reader.read(_MAX_HEAD):
-    parts.append(part)
-    total += len(part)
-    _check_size(total)
-  return b"".join(parts), True
-
-
-async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
-  parts, total = [], 0
-  while True:
-    line = await reader.readuntil(b"\r\n")
-    size = int(line.partition(b";")[0], 16)
-    total += size
-    _check_size(total)
-    if not size:
-      break
-    parts.append((await reader.readexactly(size + 2))[:-2])
-  while await reader.readuntil(b"\r\n") != b"\r\n":
-    pass  # trailers
-  return b"".join(parts)
-
-
-def _check_size(size: int) -> None:
-  if not 0 <= size <= _MAX_BODY:
-    raise ValueError(f"an answer of {size} bytes; allowed are {_MAX_BODY}")
 
 
 def make(

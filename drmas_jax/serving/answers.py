@@ -317,8 +317,8 @@ class TeamAnswer(Answer):
     for event in self._events(gone):
       episode: Episode = event.result
       for turn in episode.turns:
-        self.prompt_tokens += len(turn.prompt_ids)
-        self.completion_tokens += len(turn.completion_ids)
+        self.prompt_tokens += turn.num_prompt_tokens
+        self.completion_tokens += turn.num_tokens
       yield {
         "index": event.choice,
         "text": str(episode.action),
@@ -328,11 +328,15 @@ class TeamAnswer(Answer):
       }
 
   def _turn(self, turn: Turn) -> dict[str, Any]:
-    decode = self.desk.codecs[turn.policy].decode
+    if turn.call is None:
+      codec = self.desk.codecs[turn.policy]
+      prompt = codec.decode(turn.prompt_ids, control=True)
+    else:
+      prompt = turn.call.prompt
     return {
       "agent": turn.agent,
       "policy": turn.policy,
-      "prompt": decode(turn.prompt_ids, control=True),
+      "prompt": prompt,
       "completion": turn.text,
       "prompt_ids": turn.prompt_ids.tolist(),
       "completion_ids": turn.completion_ids.tolist(),

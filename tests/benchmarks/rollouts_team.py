@@ -15,8 +15,7 @@ import rollouts_lab as lab
 from drmas_jax import config as config_lib
 from drmas_jax import engine as engine_lib
 from drmas_jax import rollout, sampler, sampling
-from drmas_jax.agents.agent import Agent
-from drmas_jax.types import Outcome, Reply, Task
+from drmas_jax.types import Agent, Outcome, Reply, Task
 
 NEW, LOOPS = 256, 3
 ENGINE = {
@@ -81,8 +80,6 @@ class LockStep(sampler.Sampler):
 
 
 class Environment:
-  scores_groups = False
-
   def score(self, task, episode):
     del task, episode
     return Outcome(0.0)
