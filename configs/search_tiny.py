@@ -7,9 +7,9 @@ with Dr. MAS on questions that take two facts of a generated knowledge base.
 Nobody of whom the held-out questions ask, and none of their friends, is in a
 training question. Hardware: 2 CPU cores.
 
-Run for 31 steps with seed 0 only: held-out avg@8 (temperature 1) from 0.08,
-which the warm start reached, to 0.80 after 20 steps. Expected at the end: at
-least that.
+Run whole with seed 0 on 2 shared cores: held-out avg@8 (temperature 1) from
+0.08, which the warm start reached, to 0.83 [0.77, 0.89], in 261 CPU seconds and
+290 seconds of wall time.
 """
 
 from ml_collections import ConfigDict

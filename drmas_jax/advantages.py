@@ -48,6 +48,7 @@ from drmas_jax import rewards
 from drmas_jax.types import Group
 
 EPSILON = 1e-6
+_TIE = 1e-5  # relative distance within which `bounded` takes two for equal
 
 _LEAST_ROWS = 32  # fewer are padded to as many
 
@@ -316,7 +317,8 @@ def bounded(
     for reduce in (jax.ops.segment_max, jax.ops.segment_min)
   )
   var = base.std**2 * (base.count - 1) / jnp.maximum(base.count, 1)
-  far = jnp.where(high >= -low, high, low)
+  # Of two that are as far off, up to rounding, always the same one.
+  far = jnp.where(high >= -low * (1 - _TIE), high, low)
   over = far**2 - limit * var
   root = jnp.sqrt(jnp.maximum(limit * (far**2 - (limit - 1) * var), 0))
   shift = jnp.where(over > 0, over / (far + jnp.sign(far) * root), 0.0)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from drmas_jax import data
+from drmas_jax.agents import agent
 from drmas_jax.agents import math as agents
 from drmas_jax.datasets import arithmetic
 from drmas_jax.models.tiny import make_tokenizer
@@ -282,7 +283,7 @@ def test_spans(family, text):
 def test_the_token_that_closes_a_tag_is_kept_whole(tiny):
   text = "7<verify>reject</verify>,8"
   ids = tiny.encode(text)
-  end = agents.verifier.closes(text)
+  end = agent.closes(agents.verifier.tags)(text)
   assert tiny.tokens_until(ids, end) == 4
   # One character into a token's text is all of that token.
   assert tiny.tokens_until(ids, 2) == 2

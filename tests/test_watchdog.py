@@ -184,8 +184,6 @@ class Told(list):
 
 
 class Environment:
-  scores_groups = False
-
   def __init__(self, said, blocks):
     self.said, self.blocks = said, blocks
 
