@@ -74,7 +74,8 @@ def test_a_worker_that_dies_is_a_fault_of_no_clock(workers):
 
 def test_faults_lose_the_episode_and_say_whether_a_clock_decided():
   for clock in (True, False):
-    fault = rollout._reward_fault(pool.GraderFault("late", clock))
+    late = pool.GraderFault("late", clock)
+    fault = rollout._outside_fault("reward", late, "a limit", None, None)
     assert (fault.kind, fault.wall_clock) == ("reward", clock)
     assert "late" in fault.message
   assert issubclass(pool.GraderFault, types.TransientError)

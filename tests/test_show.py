@@ -224,7 +224,7 @@ def test_an_episode_has_all_that_is_known_of_it(said, tmp_path):
   ]
   reward = {"solver": 0.5, "verifier": -1.0}
   write(tmp_path, [episode(4, 7, 3, reward, turns, success=False)])
-  code, out, _ = said(tmp_path)
+  code, out, _ = said(tmp_path, "--width", 120)
   assert code == 0
   for text in (
     "step 4  sums[7]  episode 3",

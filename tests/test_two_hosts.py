@@ -5,6 +5,7 @@ import pathlib
 import signal
 import socket
 import time
+import types
 
 import pytest
 import small_run
@@ -158,7 +159,8 @@ def test_an_evaluation_is_of_what_the_first_host_found(
   monkeypatch.setattr(checkpoint, "Checkpoints", Newer)
   found = {"step": first}
   monkeypatch.setattr(hosts, "agree", lambda name, mine: [found, mine])
-  assert coordinator._restore_params(None, {}, "run", "") == (first or 0, {})
+  config = types.SimpleNamespace(remotes=())
+  assert coordinator._restore_params(config, {}, "run", "") == (first or 0, {})
   assert asked == reads and says in capsys.readouterr().err
 
 
