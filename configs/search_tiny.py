@@ -7,9 +7,10 @@ with Dr. MAS on questions that take two facts of a generated knowledge base.
 Nobody of whom the held-out questions ask, and none of their friends, is in a
 training question. Hardware: 2 CPU cores.
 
-Run whole with seeds 0, 1, 2 on 2 shared cores: held-out avg@8 (temperature 1)
-from 0.08, 0.08, 0.09, which the warm start reached, to 0.83, 0.87, 0.90. Seed 0
-took 261 CPU seconds, 1 and 2 at the same time 321 and 330 (5 to 6 minutes).
+Run whole with seeds 0, 1, 2 on 2 shared cores, temperature 1: held-out avg@8
+from 0.08, 0.08, 0.09, which the warm start reached, to 0.83, 0.87, 0.90 at the
+end. Expected: avg@8 from 0.08 to 0.8 or more. Seed 0 took 261 CPU seconds, 1
+and 2 at the same time 321 and 330 (5 to 6 minutes).
 """
 
 from ml_collections import ConfigDict
