@@ -17,6 +17,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+from drmas_jax import caches
 from drmas_jax.models import weights
 from drmas_jax.models.transformer import DecoderConfig
 
@@ -187,13 +188,10 @@ class _File(NamedTuple):
   modified: int
 
 
-def _cache() -> pathlib.Path:
-  base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-  return pathlib.Path(base).expanduser() / "drmas_jax" / "checkpoints"
-
-
 def _cache_of(url: str) -> pathlib.Path:
-  return _cache() / urllib.parse.quote(url.rstrip("/"), safe="")
+  return caches.folder("checkpoints") / urllib.parse.quote(
+    url.rstrip("/"), safe=""
+  )
 
 
 def _list(system: Any, root: str, patterns: tuple[str, ...]) -> list[_File]:

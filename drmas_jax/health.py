@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 from drmas_jax import config as config_lib
 
-_FEW = (
-  5  # steps that shares and means are over; as many quiet ones end an alarm
-)
+# Steps that shares and means are over; as many quiet ones end an alarm.
+_FEW = 5
 _ENOUGH = 10  # steps before, for a median that says something
 # Where the team is right so often, equal scores and one verdict are the goal.
 _SOLVED = 0.9

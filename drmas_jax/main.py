@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from drmas_jax import caches
 from drmas_jax import config as config_lib
 from drmas_jax.types import RunError
 
@@ -144,11 +145,7 @@ def set_environment() -> None:
   flags = os.environ.get("XLA_FLAGS", "")
   if flag not in flags:
     os.environ["XLA_FLAGS"] = f"{flags} {flag}=true".strip()
-  base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-  home = pathlib.Path(base).expanduser()
-  os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR", str(home / "drmas_jax" / "xla")
-  )
+  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(caches.folder("xla")))
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 

@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from drmas_jax import caches, http
 from drmas_jax import config as config_lib
-from drmas_jax import http
 from drmas_jax.prompts import Prompt
 from drmas_jax.types import Call, Fault, Message, StopReason
 
@@ -328,8 +328,7 @@ class _Replies:
 def _folder(cache: str) -> pathlib.Path:
   if cache != "auto":
     return pathlib.Path(cache).expanduser()
-  base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-  return pathlib.Path(base).expanduser() / "drmas_jax" / "replies"
+  return caches.folder("replies")
 
 
 def _digest(asked: Mapping[str, Any]) -> str:

@@ -665,6 +665,17 @@ def test_a_scale_of_all_scores(name, options, rows, scale):
   np.testing.assert_allclose(scaled, want, atol=2e-4, rtol=5e-4)
 
 
+def test_bounded_takes_the_same_of_two_that_are_as_far_off():
+  """0.45 away from the mean, both; rounding must not choose."""
+  scores, zeros = np.array([0, -0.1, 0.9, 1.0], np.float32), np.zeros(4, int)
+  rows = (zeros, zeros, np.array([0, 0, 0, 1]))
+  straight = run("bounded", scores, *rows).values
+  assert np.abs(straight).max() == pytest.approx(1) and straight[-1] > 0
+  for scale in (3.0, 7.0, 11.0):
+    scaled = run("bounded", scores * scale, *rows).values
+    np.testing.assert_allclose(scaled, straight, atol=1e-5)
+
+
 @pytest.mark.parametrize(
   ("name", "options", "per_agent"),
   [(*form, False) for form in FORMS] + [("grpo", {}, True)],

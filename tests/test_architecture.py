@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 # From the ground up. A module may import its own floor and those below; a name
 # that is a folder stands for every module in it.
 FLOORS = (
-  ("types", "config", "usercode"),
+  ("types", "config", "usercode", "caches"),
   (
     *("advantages", "losses", "logprobs", "sampling", "batching", "metrics"),
     *("rewards", "products", "health"),
@@ -55,7 +55,8 @@ ONLY = {
   "environments": {"types", "grading", "retrieval"},
   "grading": {"types", "agents"},  # how a completion is read
   "retrieval": {"types", "door", "http"},
-  "datasets": {"types", "config", "grading"},  # the last two: the command
+  # Config and grading: the command.
+  "datasets": {"types", "config", "grading", "caches"},
 }
 
 # Loaded where they are used, inside functions, or not at all.

@@ -77,6 +77,15 @@ def test_xla_is_the_formula():
   np.testing.assert_allclose(got, formula(*args), rtol=0, atol=1e-5)
 
 
+def test_long_rows_are_run_again_and_short_ones_kept():
+  def loss(q, k, v, segment_ids):
+    return attention.attend(q, k, v, segment_ids, kind="xla").sum()
+
+  for length, again in ((4 * C, False), (4 * C + 8, True)):
+    grads = jax.make_jaxpr(jax.grad(loss))(*make(length))
+    assert ("remat" in str(grads)) == again, length
+
+
 def test_splash_is_xla():
   args = make(300)  # padded to three blocks of 128
   want = both_ways(*args, kind="xla")

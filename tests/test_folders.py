@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 from fsspec.implementations import memory
 
-from drmas_jax import backbone, folders, main
+from drmas_jax import backbone, caches, folders, main
 from drmas_jax.models import weights
 
 pytestmark = pytest.mark.quick
@@ -97,7 +97,7 @@ def test_a_copy_that_breaks_off_leaves_nothing(bucket, monkeypatch):
   monkeypatch.setattr(memory.MemoryFile, "read", cut)
   with pytest.raises(ValueError, match="OSError: connection lost"):
     folders.fetch("gs://b/runs/solver")
-  (folder,) = (folders._cache()).iterdir()
+  (folder,) = caches.folder("checkpoints").iterdir()
   sizes = {p.name: p.stat().st_size for p in folder.iterdir()}
   assert not [name for name in sizes if ".part" in name]
   assert all((TINY / n).stat().st_size == size for n, size in sizes.items())

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from drmas_jax import caches
 from drmas_jax.datasets import own
 
 HUB = "hub"
@@ -104,7 +105,11 @@ class PublicSet:
         f"split={split!r} is not allowed; {self.name} has "
         f"{', '.join(self.splits)}"
       )
-    cache = pathlib.Path(cache_dir).expanduser() if cache_dir else _user_cache()
+    cache = (
+      pathlib.Path(cache_dir).expanduser()
+      if cache_dir
+      else caches.folder("datasets")
+    )
     paths, place = self._find(split, data_dir, cache)
     folder = cache / f"{self.name}-{split}-{_digest(paths, place)}"
     with _locked(folder.with_suffix(".lock")):
@@ -266,11 +271,6 @@ def _from_hub(repo: str, pattern: str) -> list[pathlib.Path]:
       "the set's files"
     )
   return paths
-
-
-def _user_cache() -> pathlib.Path:
-  base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-  return pathlib.Path(base) / "drmas_jax" / "datasets"
 
 
 def _digest(paths: list[pathlib.Path], place: Files) -> str:
