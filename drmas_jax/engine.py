@@ -472,6 +472,31 @@ def _step(spec: Spec, params, cache, slots: Slots, pages: paged.Pages):
   return cache, slots, drawn, active
 
 
+def _no_steps(spec: Spec, active) -> Generated:
+  size = (spec.steps_per_call, spec.num_slots)
+  return Generated(
+    tokens=jnp.zeros(size, jnp.int32),
+    logprobs=jnp.zeros(size, jnp.float32),
+    log_kept_mass=jnp.zeros(size, jnp.float32),
+    valid=jnp.zeros(size, bool),
+    num_steps=jnp.zeros([], jnp.int32),
+    active=active,
+  )
+
+
+def _noted(out: Generated, drawn: sampling.Sample, valid, active) -> Generated:
+  """With one more step."""
+  i = out.num_steps
+  return Generated(
+    tokens=out.tokens.at[i].set(drawn.token),
+    logprobs=out.logprobs.at[i].set(drawn.logprob),
+    log_kept_mass=out.log_kept_mass.at[i].set(drawn.log_kept_mass),
+    valid=out.valid.at[i].set(valid),
+    num_steps=i + 1,
+    active=active,
+  )
+
+
 def _generate(
   spec: Spec, params, cache, slots, pages, live, num_steps, leave_when_free
 ):
@@ -488,21 +513,12 @@ def _generate(
     leave_when_free: return as soon as an eighth of the slots has ended (there
       is work for them): each call has its price.
   """
-  size = (spec.steps_per_call, spec.num_slots)
   pool = cache
   if spec.fused:  # otherwise a state was taken with the pages
     last = _last_page(spec, pages.table, slots.length)
     cache = _map_cache(spec, lambda x: x, lambda x: x[last], cache)
   slots = slots._replace(active=slots.active & live)
   started = jnp.sum(slots.active)
-  out = Generated(
-    tokens=jnp.zeros(size, jnp.int32),
-    logprobs=jnp.zeros(size, jnp.float32),
-    log_kept_mass=jnp.zeros(size, jnp.float32),
-    valid=jnp.zeros(size, bool),
-    num_steps=jnp.zeros([], jnp.int32),
-    active=slots.active,
-  )
 
   def go_on(carry):
     _, slots, out = carry
@@ -513,18 +529,10 @@ def _generate(
   def body(carry):
     cache, slots, out = carry
     cache, slots, drawn, valid = _step(spec, params, cache, slots, pages)
-    i = out.num_steps
-    out = Generated(
-      tokens=out.tokens.at[i].set(drawn.token),
-      logprobs=out.logprobs.at[i].set(drawn.logprob),
-      log_kept_mass=out.log_kept_mass.at[i].set(drawn.log_kept_mass),
-      valid=out.valid.at[i].set(valid),
-      num_steps=i + 1,
-      active=slots.active,
-    )
-    return cache, slots, out
+    return cache, slots, _noted(out, drawn, valid, slots.active)
 
-  cache, slots, out = jax.lax.while_loop(go_on, body, (cache, slots, out))
+  start = cache, slots, _no_steps(spec, slots.active)
+  cache, slots, out = jax.lax.while_loop(go_on, body, start)
   if spec.fused:
     last = _last_page(spec, pages.table, slots.length)
     cache = _map_cache(
@@ -1013,6 +1021,10 @@ class PolicyEngine(jetstream_compat.Engine):
   @property
   def mesh(self) -> Mesh:
     return self.spec.mesh
+
+  @property
+  def devices(self) -> frozenset[jax.Device]:
+    return frozenset(self.spec.mesh.devices.flat)
 
   @property
   def colocated_cpus(self) -> None:

@@ -31,6 +31,10 @@ class Engines:
     return self._all[0].spec
 
   @property
+  def devices(self) -> frozenset[Any]:
+    return frozenset().union(*(engine.devices for engine in self._all))
+
+  @property
   def shapes(self) -> set[tuple[str, str]]:
     return set().union(*(engine.shapes for engine in self._all))
 

@@ -9,13 +9,11 @@ only when no engine has work. A reward that asks an agent (`types.ask`) sends
 its question through the same queue, and the call is made here.
 """
 
-import asyncio
 import dataclasses
 import functools
 import inspect
 import itertools
 import queue
-import threading
 import time
 import zlib
 from collections.abc import (
@@ -32,11 +30,19 @@ import jax
 import numpy as np
 
 from drmas_jax import config as config_lib
-from drmas_jax import prompts, remote, usercode
+from drmas_jax import prompts, remote, scheduler, usercode
 from drmas_jax.agents import agent as agent_lib
+from drmas_jax.outside import Io, Question
+from drmas_jax.plays import (
+  Asked,
+  Play,
+  Strand,
+  misscored,
+  outside_fault,
+  unscored,
+)
 from drmas_jax.sampler import Completion, Request, Sampler
 from drmas_jax.types import (
-  ASKER,
   ActRequest,
   Call,
   CallRequest,
@@ -44,7 +50,6 @@ from drmas_jax.types import (
   Fault,
   GatherRequest,
   Group,
-  Outcome,
   Reply,
   Task,
   TransientError,
@@ -111,68 +116,7 @@ class Team:
     return coro
 
 
-class _Strand:
-  """A coroutine of an episode: the orchestra's own, or a child of gather.
-
-  What a strand asks for is numbered within it, and so has a path that does not
-  depend on which of several strands is answered first (rule 26): (2,) is the
-  third request of the orchestra, (2, 0, 1) the second one of the first child
-  of a gather that is this request. Paths sort as the orchestra reads.
-  """
-
-  def __init__(
-    self,
-    coro,
-    parent: "_Strand | None" = None,
-    path: tuple[int, ...] = (),
-  ):
-    self.coro, self.parent, self.path = coro, parent, path
-    self._asked = itertools.count()
-    self.results: list[Any] = []
-    self.missing = 0
-
-  @property
-  def place(self) -> int:
-    """Among the children of its parent."""
-    return self.path[-1]
-
-  def next_path(self) -> tuple[int, ...]:
-    return (*self.path, next(self._asked))
-
-  def close(self) -> None:
-    self.coro.close()
-
-
-class _Question:
-  """What a coroutine in the I/O thread asks of an agent, and waits for."""
-
-  def __init__(self, asked: CallRequest):
-    self.asked = asked
-    self._loop = asyncio.get_running_loop()
-    self.answer = self._loop.create_future()
-
-  def settle(self, reply: Reply | Fault) -> None:
-    """From the thread that plays."""
-    self._loop.call_soon_threadsafe(self._settle, reply)
-
-  def close(self) -> None:
-    self.settle(Fault("cancelled", "the episode was given up"))
-
-  def _settle(self, reply: Reply | Fault) -> None:
-    if self.answer.done():  # it was given up meanwhile
-      return
-    if isinstance(reply, Fault):
-      self.answer.set_exception(CallFault(self.asked.agent, reply))
-    else:
-      self.answer.set_result(reply)
-
-
-class CallFault(TransientError):
-  """An agent that a reward asked has no answer."""
-
-  def __init__(self, agent: str, fault: Fault):
-    super().__init__(f"{agent!r}: {fault.kind}: {fault.message}")
-    self.wall_clock = fault.wall_clock
+_Ready = list[tuple[Strand, Any]]  # coroutines, and what they go on with
 
 
 class _Outside(NamedTuple):
@@ -182,185 +126,13 @@ class _Outside(NamedTuple):
     position: of the task that it is for.
     go_on: takes its result, or what it raised.
     deadline: when it is given up, by `time.monotonic()`.
-    heed: takes a `_Question` of it.
+    heed: takes a `Question` of it.
   """
 
   position: int
   go_on: Callable[[Any], None]
   deadline: float
-  heed: Callable[[_Question], None] | None = None
-
-
-class _Asked(NamedTuple):
-  """A turn that has been asked for, at `since` by `time.monotonic()`."""
-
-  asker: _Strand | _Question
-  agent: str
-  chat: prompts.Chat | remote.Chat
-  prompt: prompts.Prompt
-  since: float
-
-
-class _Play:
-  """An episode under way."""
-
-  def __init__(
-    self,
-    episode: Episode,
-    root: _Strand,
-    sampling: config_lib.Sampling | None,
-    seed: int,
-  ):
-    self.episode = episode
-    self.root = root
-    self.sampling = sampling
-    self.seed = seed
-    self.waiting: dict[int, _Asked] = {}
-    self.paths: dict[int, tuple[int, ...]] = {}  # of turns, by their numbers
-    self.chats: dict[tuple[str, str], prompts.Chat] = {}  # by agent and name
-    self.observed: dict[tuple[int, ...], tuple[Any, Any]] = {}  # by path
-    self.judged: dict[int, Turn] = {}  # that a reward asked for, by number
-    self.played = False  # the orchestra has returned
-    self.done = False  # scored, or failed
-
-  @property
-  def key(self) -> tuple[int, int]:
-    return (self.episode.task.position, self.episode.index)
-
-  def number(self, path: tuple[int, ...]) -> int:
-    """Of a turn while its episode goes on: it seeds the turn's sampling."""
-    number = path[0]
-    if len(path) > 1:
-      number = 1 << 30 | zlib.crc32(str(path).encode()) >> 2
-      while number in self.paths:
-        number += 1
-    self.paths[number] = path
-    return number
-
-  def before(self, turn: int, policy: str) -> list[int]:
-    """Turns of a policy that have ended whenever this one is asked for.
-
-    By their numbers, in the order of their paths. Those that run at the same
-    time may have ended, too, or not: they do not count (rule 26). Nor do any
-    for a turn that a reward asks for: nothing is kept of them any more.
-    """
-    if self.played:
-      return []
-    path = self.paths[turn]
-    return sorted(
-      (
-        t.index
-        for t in self.episode.turns
-        if t.policy == policy
-        and t.fault is None
-        and _precedes(self.paths[t.index], path)
-      ),
-      key=self.paths.__getitem__,
-    )
-
-  def add(self, turn: Turn) -> None:
-    """Takes a turn whose index is still its number."""
-    if self.played:
-      self.judged[turn.index] = turn
-    else:
-      self.episode.turns.append(turn)
-
-  def settle_judged(self) -> None:
-    """Puts the turns that a reward asked for behind the others."""
-    turns = self.episode.turns
-    for _, turn in sorted(self.judged.items()):
-      turns.append(dataclasses.replace(turn, index=len(turns)))
-
-  def settle(self) -> None:
-    """Puts turns and observations in the order of their paths, and numbers
-    the turns so."""
-    self.episode.observations = [v for _, v in sorted(self.observed.items())]
-    turns = sorted(self.episode.turns, key=lambda t: self.paths[t.index])
-    places = {turn.index: place for place, turn in enumerate(turns)}
-    self.episode.turns = [
-      dataclasses.replace(
-        turn, index=place, continues=places.get(turn.continues)
-      )
-      for place, turn in enumerate(turns)
-    ]
-
-
-def _precedes(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-  """Whether the turn of a path is asked for because another one has ended.
-
-  Paths are numbers of requests and, between these, places in a gather. What a
-  strand asks for comes behind all that it asked for before, children of a
-  gather among it; children of one gather do not wait for each other.
-  """
-  for i, (left, right) in enumerate(zip(one, other, strict=False)):
-    if left != right:
-      return i % 2 == 0 and left < right
-  return False
-
-
-class _Io:
-  """One asyncio thread; what it finishes goes to a queue."""
-
-  def __init__(self):
-    self.finished: queue.SimpleQueue = queue.SimpleQueue()
-    self._loop = asyncio.new_event_loop()
-    self._thread = threading.Thread(
-      target=self._loop.run_forever, name="drmas-io", daemon=True
-    )
-    self._thread.start()
-
-  def run(
-    self, tag: Any, awaitable: Any, timeout_s: float, asks: bool = False
-  ) -> None:
-    """Puts (tag, result or exception) on the queue within timeout_s; before
-    that (tag, question), where it `asks`."""
-
-    async def ask(asked: CallRequest) -> Reply:
-      question = _Question(asked)
-      self.finished.put((tag, question))
-      return await question.answer
-
-    async def guarded():
-      if asks:
-        ASKER.set(ask)
-      try:
-        result = await asyncio.wait_for(awaitable, timeout_s)
-      except BaseException as e:  # it must come back as a value, whatever it is
-        result = e
-      self.finished.put((tag, result))
-
-    asyncio.run_coroutine_threadsafe(guarded(), self._loop)
-
-  def places(self) -> list[str]:
-    """Where the coroutines stand that are under way, our own left out."""
-    own = (__file__, asyncio.__file__.removesuffix("__init__.py"))
-    found = []
-    for task in asyncio.all_tasks(self._loop):
-      coro, place = task.get_coro(), ""
-      while (frame := getattr(coro, "cr_frame", None)) is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(own):
-          name = code.co_filename.rpartition("/")[2]
-          place = f"{name}:{frame.f_lineno} {code.co_name}"
-        coro = coro.cr_await
-      found += [place] if place else []
-    return sorted(found)
-
-  def close(self, endpoints: Collection[remote.Endpoint] = ()) -> None:
-    """Gives up what is under way."""
-
-    async def stop():
-      others = asyncio.all_tasks() - {asyncio.current_task()}
-      for task in others:
-        task.cancel()
-      if others:  # they close what they have open
-        await asyncio.wait(others, timeout=2)
-      for endpoint in endpoints:
-        endpoint.close()
-      self._loop.stop()
-
-    asyncio.run_coroutine_threadsafe(stop(), self._loop)
-    self._thread.join(timeout=5)
+  heed: Callable[[Question], None] | None = None
 
 
 class Rollout:
@@ -382,7 +154,7 @@ class Rollout:
     self.seed = 0  # of what is asked of remotes
     self.config = config
     self._heartbeat = heartbeat
-    self._io: _Io | None = None
+    self._io: Io | None = None
     self._under_way: Episodes | None = None
 
   def collect(
@@ -446,9 +218,9 @@ class Rollout:
     return self.samplers[policy].tokenizer.decode(ids, control=True)
 
   @property
-  def io(self) -> _Io:
+  def io(self) -> Io:
     if self._io is None:
-      self._io = _Io()
+      self._io = Io()
     return self._io
 
   def close(self) -> None:
@@ -475,11 +247,16 @@ class Episodes:
     self.rollout = rollout
     self.team = rollout.team
     self.samplers = rollout.samplers
+    # Several policies may be on the same engines.
+    self.engines = {id(s.engine): s for s in self.samplers.values()}
+    self.turns = scheduler.Turns(
+      [s.engine.devices for s in self.engines.values()]
+    )
     self.finished = finished
     self.scored = scored
     self.outside: dict[int, _Outside] = {}  # by their numbers
     self.numbers = itertools.count()
-    self.plays: dict[tuple[int, int], _Play] = {}
+    self.plays: dict[tuple[int, int], Play] = {}
     self.groups: dict[int, Group] = {}  # by position
     self.under_way = 0  # begun, and the orchestra has not returned
     self.missing = 0  # not done
@@ -488,9 +265,9 @@ class Episodes:
     self, groups: list[Group], sampling: config_lib.Sampling | None
   ) -> list[Group]:
     """Plays groups, and returns them."""
-    # Several policies may be on the same engines.
-    engines = {id(s.engine): s.engine for s in self.samplers.values()}
-    room = 2 * sum(e.max_concurrent_decodes for e in engines.values())
+    room = 2 * sum(
+      s.engine.max_concurrent_decodes for s in self.engines.values()
+    )
     room += 2 * sum(e.concurrency for e in self.rollout.remotes.values())
     coming = iter([p for g in groups for p in self._make(g, sampling)])
     try:
@@ -510,7 +287,7 @@ class Episodes:
       begun = inspect.getcoroutinestate(play.root.coro) != inspect.CORO_CREATED
       if not begun or play.done:
         continue
-      where = _where(play.episode)
+      where = play.where
       for asked in list(play.waiting.values()):
         turns.append((asked.since, asked.agent, where))
       if not play.waiting:
@@ -572,11 +349,11 @@ class Episodes:
     group: Group,
     sampling: config_lib.Sampling | None,
     seed: int | None = None,
-  ) -> list[_Play]:
+  ) -> list[Play]:
     position = group.task.position
     seed = position if seed is None else seed
     plays = [
-      _Play(e, _Strand(self.team.start(group.task)), sampling, seed)
+      Play(e, Strand(self.team.start(group.task)), sampling, seed)
       for e in group.episodes
     ]
     self.groups[position] = group
@@ -584,7 +361,7 @@ class Episodes:
     self.missing += len(plays)
     return plays
 
-  def _begin(self, coming: Iterator[_Play], room: int) -> None:
+  def _begin(self, coming: Iterator[Play], room: int) -> None:
     """Starts what there is room for; more, where it ends without a wait."""
     while self.under_way < room and (play := next(coming, None)):
       self.under_way += 1
@@ -593,14 +370,25 @@ class Episodes:
   def _round(self) -> None:
     self.rollout._heartbeat()
     samplers = self.samplers.values()
-    for sampler in samplers:
-      sampler.dispatch()
+    self._dispatch()
     completions = [c for s in samplers for c in s.harvest()]
     for completion in sorted(completions, key=lambda c: c.request.id):
       self.answer(completion)
     idle = not any(s.busy for s in samplers)
     for _, go_on in self.heard(_IO_S if idle else 0.0):
       go_on()
+
+  def _dispatch(self) -> None:
+    """Starts the engines whose turn it is."""
+    loads = [
+      s.num_requests / s.engine.max_concurrent_decodes
+      for s in self.engines.values()
+    ]
+    engines = list(self.engines)
+    now = {engines[i] for i in self.turns.next(loads)}
+    for sampler in self.samplers.values():
+      if id(sampler.engine) in now:
+        sampler.dispatch()
 
   def heard(self, wait_s: float) -> Iterator[tuple[int, Callable[[], None]]]:
     """What the I/O thread finished: (position of the task, what to call).
@@ -617,7 +405,7 @@ class Episodes:
         break
       if owner is self and number in self.outside:
         done = self.outside[number]
-        go_on = done.heed if isinstance(result, _Question) else done.go_on
+        go_on = done.heed if isinstance(result, Question) else done.go_on
         if go_on is done.go_on:
           del self.outside[number]
         yield done.position, functools.partial(go_on, result)
@@ -634,7 +422,7 @@ class Episodes:
     awaitable: Any,
     limit_s: float,
     go_on: Callable[[Any], None],
-    heed: Callable[[_Question], None] | None = None,
+    heed: Callable[[Question], None] | None = None,
   ) -> None:
     """Runs something in the I/O thread, and then `go_on` in this one; `heed`
     for what it asks in between."""
@@ -646,66 +434,62 @@ class Episodes:
 
   # -- turns -------------------------------------------------------------------
 
-  def _advance(self, play: _Play, strand: _Strand, value: Any) -> None:
-    """Runs a coroutine to its next request, or to its end."""
+  def _advance(self, play: Play, strand: Strand, value: Any) -> None:
+    """Runs a coroutine, and what goes on with it, until all of it waits or has
+    ended; however much is answered at once, no deeper in the stack."""
+    ready: _Ready = [(strand, value)]
+    while ready and not play.done:
+      ready += reversed(self._step(play, *ready.pop()))
+
+  def _step(self, play: Play, strand: Strand, value: Any) -> _Ready:
+    """Runs a coroutine to its next request, or to its end; returns which go on
+    at once, the first of them first, and with what."""
     try:
       asked = strand.coro.send(value)
     except StopIteration as stop:
-      self._finish(play, strand, stop.value)
-      return
+      return self._finish(play, strand, stop.value)
     except TransientError as e:
       self._fail(play, Fault("orchestra", str(e)))
-      return
+      return []
     except Exception as e:
-      raise _blame(e, "running the orchestra", play, strand.coro) from e
+      raise play.blame(e, "running the orchestra", strand.coro) from e
     if isinstance(asked, CallRequest):
       self._call(play, strand, asked, strand.next_path())
-    elif isinstance(asked, GatherRequest):
-      strand.results = [None] * len(asked.children)
-      strand.missing = len(asked.children)
-      if not asked.children:
-        self._advance(play, strand, [])
-      path = strand.next_path()
-      for place, child in enumerate(asked.children):
-        if not play.done:
-          self._advance(play, _Strand(child, strand, (*path, place)), None)
-    elif isinstance(asked, ActRequest):
-      self._act(play, strand, asked)
-    else:
-      what = f"awaited {asked!r}; allowed are call(..), act(..), gather(..)"
-      raise _blame(what, "running the orchestra", play, strand.coro)
+      return []
+    if isinstance(asked, GatherRequest):
+      return strand.gather(asked.children)
+    if isinstance(asked, ActRequest):
+      return self._act(play, strand, asked)
+    what = f"awaited {asked!r}; allowed are call(..), act(..), gather(..)"
+    raise play.blame(what, "running the orchestra", strand.coro)
 
-  def _finish(self, play: _Play, strand: _Strand, value: Any) -> None:
-    parent = strand.parent
-    if parent is None:
-      play.episode.action = value
-      self._score(play)
-      return
-    parent.results[strand.place] = value
-    parent.missing -= 1
-    if not parent.missing:
-      self._advance(play, parent, parent.results)
+  def _finish(self, play: Play, strand: Strand, value: Any) -> _Ready:
+    if strand.parent is not None:
+      return strand.end(value)
+    play.episode.action = value
+    self._score(play)
+    return []
 
   def _call(
     self,
-    play: _Play,
-    asker: _Strand | _Question,
+    play: Play,
+    asker: Strand | Question,
     asked: CallRequest,
     path: tuple[int, ...],
   ) -> None:
     if asked.agent not in self.team.members:
-      question = isinstance(asker, _Question)
+      question = isinstance(asker, Question)
       what = (
         f"the {'environment asked' if question else 'orchestra called'} "
         f"{asked.agent!r}; allowed are {', '.join(self.team.members)}; add it "
         "to agents"
       )
       code = self._scorer if question else asker.coro
-      raise _blame(what, "calling an agent", play, code)
+      raise play.blame(what, "calling an agent", code)
     member = self.team.members[asked.agent]
     chat, prompt = self._prompt(play, member, asker, asked)
     turn = play.number(path)
-    play.waiting[turn] = _Asked(
+    play.waiting[turn] = Asked(
       asker, asked.agent, chat, prompt, time.monotonic()
     )
     request = self._request(play, member, turn, prompt)
@@ -716,7 +500,7 @@ class Episodes:
       self.samplers[policy].submit(request, prompt.fault)
 
   def _request(
-    self, play: _Play, member: Member, turn: int, prompt: prompts.Prompt
+    self, play: Play, member: Member, turn: int, prompt: prompts.Prompt
   ) -> Request:
     # Of all episodes of the group it is the same.
     first = turn == 0 and not play.played
@@ -737,7 +521,7 @@ class Episodes:
 
   def _post(
     self,
-    play: _Play,
+    play: Play,
     endpoint: remote.Endpoint,
     request: Request,
     prompt: prompts.Prompt,
@@ -779,9 +563,9 @@ class Episodes:
 
   def _prompt(
     self,
-    play: _Play,
+    play: Play,
     member: Member,
-    asker: _Strand | _Question,
+    asker: Strand | Question,
     asked: CallRequest,
   ) -> tuple[prompts.Chat | remote.Chat, prompts.Prompt]:
     """Of a chat that goes on, or of one that begins."""
@@ -798,12 +582,12 @@ class Episodes:
         "not answered yet; await its reply first, or give each call of a "
         "gather a chat of its own"
       )
-      raise _blame(what, "calling an agent", play, asker.coro)
+      raise play.blame(what, "calling an agent", asker.coro)
     return chat, self._write(play, member, chat, asked.args)
 
   def _write(
     self,
-    play: _Play,
+    play: Play,
     member: Member,
     chat: prompts.Chat | remote.Chat,
     args: tuple,
@@ -815,7 +599,7 @@ class Episodes:
       write, table = role.reply, role.replies
     doing = f"writing a prompt of {member.name!r}"
     code = table.get(agent.template)
-    with usercode.blaming(doing, _where(play.episode), code):
+    with usercode.blaming(doing, play.where, code):
       messages = write(agent.template, *args)
       if isinstance(chat, remote.Chat):
         return chat.ask(messages)
@@ -854,7 +638,7 @@ class Episodes:
         counts=completion.call is None and not play.played,
       )
     )
-    if isinstance(asked.asker, _Question):
+    if isinstance(asked.asker, Question):
       asked.asker.settle(completion.fault or reply)
     elif completion.fault is not None:
       self._fail(play, completion.fault)
@@ -862,22 +646,22 @@ class Episodes:
       self._advance(play, asked.asker, reply)
 
   def _parse(
-    self, play: _Play, member: Member, opened: str, completion: Completion
+    self, play: Play, member: Member, opened: str, completion: Completion
   ) -> Reply | None:
     if completion.fault is not None:
       return None
     text, parse = opened + completion.text, member.role.parse
     doing = f"parsing a turn of {member.name!r}"
-    with usercode.blaming(doing, _where(play.episode), parse):
+    with usercode.blaming(doing, play.where, parse):
       reply = parse(text, completion.stop_reason, **member.config.options)
     if not isinstance(reply, Reply):
       what = f"parse returned {reply!r}; write a types.Reply"
-      raise _blame(what, doing, play, parse)
+      raise play.blame(what, doing, parse)
     return reply
 
   # -- the environment within an episode ---------------------------------------
 
-  def _act(self, play: _Play, strand: _Strand, asked: ActRequest) -> None:
+  def _act(self, play: Play, strand: Strand, asked: ActRequest) -> _Ready:
     """Asks the environment; what takes waiting does so in the I/O thread."""
     environment = self.rollout.config.environment
     if not hasattr(self.team.environment, "act"):
@@ -885,43 +669,50 @@ class Episodes:
         f"the orchestra awaited act(..), and the environment "
         f"{environment.name!r} has none; name one that has, such as 'search'"
       )
-      raise _blame(what, "acting", play, strand.coro)
-    go_on = functools.partial(
-      self._acted, play, strand, strand.next_path(), asked.action
-    )
-    act = self.team.environment.act
+      raise play.blame(what, "acting", strand.coro)
+    act, path = self.team.environment.act, strand.next_path()
     try:
-      with usercode.blaming("acting", _where(play.episode), act):
+      with usercode.blaming("acting", play.where, act):
         answer = act(play.episode.task, asked.action)
     except TransientError as e:
       answer = e
     if inspect.isawaitable(answer):
+      go_on = functools.partial(self._acted, play, strand, path, asked.action)
       position, limit_s = play.episode.task.position, environment.act_timeout_s
       self._send(position, answer, limit_s, go_on)
-    else:
-      go_on(answer)
+      return []
+    if self._observe(play, path, asked.action, answer):
+      return [(strand, answer)]
+    return []
 
   def _acted(
     self,
-    play: _Play,
-    strand: _Strand,
+    play: Play,
+    strand: Strand,
     path: tuple[int, ...],
     action: Any,
     answer: Any,
   ) -> None:
     if play.done:  # it was given up meanwhile
       return
+    if self._observe(play, path, action, answer):
+      self._advance(play, strand, answer)
+
+  def _observe(
+    self, play: Play, path: tuple[int, ...], action: Any, answer: Any
+  ) -> bool:
+    """Takes what the environment answered; whether the episode goes on."""
     if isinstance(answer, BaseException):
       limit, act = "environment.act_timeout_s", self.team.environment.act
-      fault = _outside_fault("environment", answer, limit, play, act)
+      fault = outside_fault("environment", answer, limit, play, act)
       self._fail(play, fault)
-      return
+      return False
     play.observed[path] = (action, answer)
-    self._advance(play, strand, answer)
+    return True
 
   # -- rewards -----------------------------------------------------------------
 
-  def _score(self, play: _Play) -> None:
+  def _score(self, play: Play) -> None:
     self._forget(play)
     play.settle()
     play.played = True
@@ -946,10 +737,10 @@ class Episodes:
       group = Group(task, [p.episode for p in good])
       self._ask(good, lambda: self.team.environment.score_group(group))
 
-  def _ask(self, plays: list[_Play], score: Callable[[], Any]) -> None:
+  def _ask(self, plays: list[Play], score: Callable[[], Any]) -> None:
     """Scores plays now, or in the I/O thread where that takes waiting."""
     try:
-      with usercode.blaming("scoring", _where(plays[0].episode), self._scorer):
+      with usercode.blaming("scoring", plays[0].where, self._scorer):
         result = score()
     except TransientError as e:
       result = e
@@ -964,28 +755,29 @@ class Episodes:
     else:
       self._scored(plays, result)
 
-  def _heed(self, play: _Play, question: _Question) -> None:
+  def _heed(self, play: Play, question: Question) -> None:
     """Calls an agent that the reward of a play asks."""
     if play.done:
       question.close()
     else:
       self._call(play, question, question.asked, play.root.next_path())
 
-  def _scored(self, plays: list[_Play], result: Any) -> None:
+  def _scored(self, plays: list[Play], result: Any) -> None:
     outcomes = result if self.team.scores_groups else [result]
     if isinstance(result, BaseException):
       limit, code = "environment.reward_timeout_s", self._scorer
-      fault = _outside_fault("reward", result, limit, plays[0], code)
+      fault = outside_fault("reward", result, limit, plays[0], code)
       outcomes = [fault] * len(plays)
-    elif wrong := _misscored(plays, outcomes):
-      raise _blame(wrong, "scoring", plays[0], self._scorer)
+    elif wrong := misscored(plays, outcomes):
+      raise plays[0].blame(wrong, "scoring", self._scorer)
     for play, outcome in zip(plays, outcomes, strict=True):
       if play.waiting or play.judged:
         self._hush(play)
-      if isinstance(outcome, Outcome):
+      fault = outcome if isinstance(outcome, Fault) else unscored(outcome)
+      if fault is None:
         play.episode.outcome = outcome
       else:
-        play.episode.status, play.episode.fault = "failed", outcome
+        play.episode.status, play.episode.fault = "failed", fault
       self._end(play)
 
   @property
@@ -995,27 +787,27 @@ class Episodes:
       return environment.score_group
     return environment.score
 
-  def _fail(self, play: _Play, fault: Fault) -> None:
+  def _fail(self, play: Play, fault: Fault) -> None:
     """Rule 6: the episode takes no part in statistics or loss."""
     play.episode.status, play.episode.fault = "failed", fault
     play.settle()
     for sampler in self.samplers.values():
       sampler.cancel(lambda r: r.id[:2] == play.key)
     self._forget(play)
-    _close(play)
+    play.close()
     self._end(play)
     if self.scored and self.team.scores_groups:
       self._score_group(play.episode.task)
 
-  def _hush(self, play: _Play) -> None:
+  def _hush(self, play: Play) -> None:
     """What its reward asked for is over, answered or not."""
     for sampler in self.samplers.values():
       sampler.cancel(lambda r: r.id[:2] == play.key)
     self._forget(play)
-    _close(play)
+    play.close()
     play.settle_judged()
 
-  def _end(self, play: _Play) -> None:
+  def _end(self, play: Play) -> None:
     play.done = True
     self.missing -= 1
     self.under_way -= not play.played
@@ -1023,7 +815,7 @@ class Episodes:
       self.finished(play.episode)
       play.episode.turns, play.episode.observations = [], []
 
-  def _forget(self, play: _Play) -> None:
+  def _forget(self, play: Play) -> None:
     """No turn of it follows: what samplers keep of it goes."""
     for sampler in self.samplers.values():
       sampler.forget(*play.key)
@@ -1037,11 +829,11 @@ class Episodes:
       if not play.done:
         self._give_up(play)
 
-  def _give_up(self, play: _Play) -> None:
+  def _give_up(self, play: Play) -> None:
     self._forget(play)
     play.episode.status = "cancelled"
     play.done = True
-    _close(play)
+    play.close()
 
 
 def _closes_behind(
@@ -1066,73 +858,6 @@ def _until_closed(
   if end is None:
     return {"text": said.text, "stop_reason": said.stop_reason}
   return {"text": said.text[:end], "stop_reason": "tag"}
-
-
-def _close(play: _Play) -> None:
-  for asked in play.waiting.values():
-    asked.asker.close()
-  play.root.close()
-
-
-def _misscored(plays: Sequence[_Play], outcomes: Any) -> str:
-  """What is wrong with the outcomes of episodes; "" if nothing is."""
-  if not isinstance(outcomes, Sequence) or len(outcomes) != len(plays):
-    return (
-      f"returned {outcomes!r} for {len(plays)} episodes; write one for each"
-    )
-  for play, outcome in zip(plays, outcomes, strict=True):
-    if not isinstance(outcome, Outcome):
-      return f"returned {outcome!r}; write a types.Outcome"
-    if isinstance(outcome.reward, Mapping):
-      agents = {turn.agent for turn in play.episode.turns if turn.counts}
-      if missing := sorted(agents - outcome.reward.keys()):
-        return (
-          f"returned no reward for {', '.join(missing)}; write one for each "
-          "agent that has spoken, or one number for the team"
-        )
-  return ""
-
-
-def _outside_fault(
-  kind: str, error: BaseException, limit: str, play: _Play, code: Any
-) -> Fault:
-  """Of what a coroutine of the environment raised, if the world outside was to
-  blame: a time limit, a connection or another `OSError`, a `TransientError`.
-
-  Args:
-    kind: "environment" or "reward".
-    error: what was raised.
-    limit: the key of its time limit.
-    play: that it was raised for.
-    code: the method that raised it.
-
-  Raises:
-    UserError: it is no such thing.
-  """
-  if isinstance(error, TimeoutError):
-    return Fault(kind, f"past {limit}", True)
-  clock = isinstance(error, TransientError) and error.wall_clock
-  outside = isinstance(error, (TransientError, OSError))
-  if isinstance(error, Exception) and not outside:
-    doing = (
-      f"{'scoring' if kind == 'reward' else 'acting'} (a types.TransientError "
-      "would lose the episode, and not the run)"
-    )
-    raise _blame(error, doing, play, code) from error
-  return Fault(kind, f"{type(error).__name__}: {error}", clock)
-
-
-def _blame(
-  what: BaseException | str, doing: str, play: _Play, code: Any
-) -> UserError:
-  """See `usercode.describe`."""
-  where = _where(play.episode)
-  return UserError(usercode.describe(what, doing, where, code))
-
-
-def _where(episode: Episode) -> str:
-  task = episode.task
-  return f"task {task.source}[{task.index}], episode {episode.index}"
 
 
 def count_tokens(groups: Sequence[Group]) -> int:

@@ -3,6 +3,7 @@
     Queue     who is admitted next, from what waits and what has been completed
     decide    the next thing to do, from numbers of pages and slots
     batches   which rows are prefilled together
+    Turns     which engines run next, where several are on one device
 
 A sampler calls `decide` and does what it says until it says "run":
 
@@ -17,8 +18,8 @@ its way to its end, as long as the pool holds any one of them.
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 Action = Literal["park", "resume", "admit", "run"]
 
@@ -149,3 +150,44 @@ class Queue:
     """A job of a kind came to so many tokens."""
     number, tokens = self._ended.get(kind, (0, 0))
     self._ended[kind] = number + 1, tokens + num_tokens
+
+
+class Turns:
+  """Which engines run next: no two on one device, the fullest first.
+
+  A run of steps takes a device about as long with one slot taken as with all.
+  So an engine that has little to do waits until it has more, or the others have
+  less; but nobody that has work is passed over more than `patience` times in a
+  row.
+  """
+
+  def __init__(self, devices: Sequence[Collection[Any]], patience: int = 16):
+    """`devices` are those of each engine."""
+    self._devices = [frozenset(d) for d in devices]
+    self._patience = patience
+    self._passed = [0] * len(devices)
+
+  def next(self, loads: Sequence[float]) -> list[int]:
+    """Numbers of the engines that run now.
+
+    Args:
+      loads: of each engine, what share of its slots its requests would take;
+        0: it has no work.
+    """
+    waiting = [i for i, load in enumerate(loads) if load > 0]
+    waiting.sort(
+      key=lambda i: (
+        self._passed[i] < self._patience,
+        -min(1.0, loads[i]),
+        -self._passed[i],
+      )
+    )
+    chosen, taken = [], set()
+    for i in waiting:
+      if taken.isdisjoint(self._devices[i]):
+        chosen.append(i)
+        taken |= self._devices[i]
+        self._passed[i] = 0
+      else:
+        self._passed[i] += 1
+    return sorted(chosen)

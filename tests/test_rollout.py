@@ -22,6 +22,7 @@ from drmas_jax.types import (
   Task,
   TransientError,
   UserError,
+  act,
   gather,
 )
 
@@ -49,13 +50,17 @@ class Scripted:
     self.queue, self.running, self.asked = [], [], []
     self.faults, self.forgotten = {}, []
     self.engine = pytypes.SimpleNamespace(
-      key=None, max_concurrent_decodes=num_slots
+      key=None, max_concurrent_decodes=num_slots, devices=frozenset()
     )
     self.tokenizer = tokenizer or Words()
 
   @property
   def busy(self):
-    return bool(self.queue or self.running)
+    return bool(self.num_requests)
+
+  @property
+  def num_requests(self):
+    return len(self.queue) + len(self.running)
 
   def submit(self, request, fault=None):
     self.asked.append(request)
@@ -352,6 +357,93 @@ def test_transient_errors_lose_an_episode_and_others_stop_the_run():
 
   with pytest.raises(UserError, match="called 'nobody'; allowed are a, b"):
     play(stranger, won)
+
+
+@pytest.mark.parametrize(
+  "missing",
+  [None, np.nan, -np.inf, 1e39, {"a": 1.0, "b": np.nan}, {"a": None, "b": 0.0}],
+)
+@pytest.mark.parametrize("groups_too", [False, True])
+def test_an_episode_without_a_reward_is_lost(missing, groups_too):
+  """Case G02: it drops out of mean, deviation and loss, and is no wrong one."""
+  own = isinstance(missing, dict)
+
+  def score(task, episode):
+    if episode.index == 0:
+      return Outcome(missing)
+    gain = float(episode.index - 1)
+    return Outcome({"a": gain, "b": gain} if own else gain)
+
+  def score_group(group):
+    return [score(group.task, episode) for episode in group.episodes]
+
+  groups, _ = play(
+    two_turns, score_group if groups_too else score, scores_groups=groups_too
+  )
+  lost = [e for g in groups for e in g.episodes if e.status == "failed"]
+  assert [e.index for e in lost] == [0, 0]
+  assert {e.fault.kind for e in lost} == {"reward"}
+  rows = rewards.row_scores(groups, {"a": 0.1, "b": 0.1})
+  assert rows.scores.tolist() == [0, 0, 1, 1] * 2
+  found, _ = advantages.of_rows(
+    config_lib.Advantage(), rows, groups, num_agents=2
+  )
+  half = np.sqrt(0.5)
+  np.testing.assert_allclose(
+    found.values, [-half, -half, half, half] * 2, rtol=1e-5
+  )
+  said = metrics.rollout(groups, rows, ["a", "b"])
+  assert all(map(np.isfinite, said.values()))
+  assert said["episodes_failed_reward/team"] == 2
+
+
+def test_a_reward_of_a_turn_may_be_missing_too():
+  def score(task, episode):
+    extra = {1: np.nan} if episode.index == 0 else {np.int64(1): 0.5}
+    return Outcome(1.0, turn_rewards=extra)
+
+  groups, _ = play(two_turns, score, num_tasks=1)
+  assert [e.status for e in groups[0].episodes] == ["failed", "ok", "ok"]
+  rows = rewards.row_scores(groups, {"a": 0.1, "b": 0.1})
+  assert rows.scores.tolist() == [1, 1.5] * 2
+
+
+@pytest.mark.parametrize(
+  ("outcome", "said"),
+  [
+    (Outcome("high"), "'high' as the reward of the team; write a number"),
+    (Outcome({"a": 1.0, "b": []}), "as the reward of b; write a number"),
+    (Outcome(1.0, turn_rewards={2: 1.0}), "allowed are the indices"),
+    (Outcome(1.0, turn_rewards={"0": 1.0}), "allowed are the indices"),
+    (Outcome(1.0, turn_rewards=[0.0, 1.0]), "write a dict"),
+    (Outcome(1.0, parts={"x": "much"}), "'much' as the part 'x'; write a"),
+  ],
+)
+def test_what_is_no_score_at_all_stops_the_run(outcome, said):
+  with pytest.raises(UserError, match=said):
+    play(two_turns, lambda task, episode: outcome, num_tasks=1)
+
+
+def test_what_is_answered_at_once_goes_no_deeper(monkeypatch):
+  """However long an episode goes on without a wait."""
+  monkeypatch.setattr(
+    Environment, "act", lambda self, task, action: action + 1, raising=False
+  )
+
+  async def child(number):
+    return number
+
+  async def run(task, call):
+    number = 0
+    for _ in range(1000):
+      number = await act(number)
+      assert await gather() == []
+      number += sum(await gather(child(0), child(1)))
+    return number
+
+  groups, _ = play(run, won, num_tasks=1, size=1)
+  (episode,) = groups[0].episodes
+  assert episode.action == 2000 and len(episode.observations) == 1000
 
 
 def test_zero_sum_rewards_by_agent_with_hand_checked_advantages():

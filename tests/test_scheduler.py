@@ -4,10 +4,11 @@ import random
 import statistics
 import time
 
+import numpy as np
 import pytest
 
 from drmas_jax import scheduler
-from drmas_jax.scheduler import Job, Queue, State, batches, decide
+from drmas_jax.scheduler import Job, Queue, State, Turns, batches, decide
 
 pytestmark = pytest.mark.quick
 
@@ -202,3 +203,65 @@ def test_ten_thousand_that_wait_cost_nothing(capsys):
     print(f"[{middle * 1e6:.1f} us a round, 10,000 waiting]", end=" ")
   assert middle < 50e-6
   assert scheduler.Queue(1).first() is None
+
+
+def test_engines_on_different_devices_run_at_once():
+  turns = Turns([{0, 1}, {2}, {3}])
+  assert turns.next([1.0, 0.1, 0.0]) == [0, 1]
+  assert turns.next([0.0, 0.0, 0.0]) == []
+
+
+@pytest.mark.parametrize(
+  "devices, loads, chosen",
+  [
+    ([{0}, {0}], [0.4, 0.6], [1]),
+    ([{0}, {0}], [0.1, 0.0], [0]),
+    # The last has its device for itself, the first meets both others.
+    ([{0, 1}, {0}, {1}], [0.9, 0.8, 0.7], [0]),
+    ([{0, 1}, {0}, {1}], [0.7, 0.8, 0.9], [1, 2]),
+  ],
+)
+def test_of_engines_on_one_device_the_fullest_runs(devices, loads, chosen):
+  assert Turns(devices).next(loads) == chosen
+
+
+def test_engines_that_are_all_full_take_turns():
+  turns = Turns([{0}, {0}, {0}])
+  # A queue behind full slots makes none of them fuller.
+  ran = [turns.next([1.0, 3.0, 2.0])[0] for _ in range(9)]
+  assert ran[:3] == ran[3:6] == ran[6:] and sorted(ran[:3]) == [0, 1, 2]
+
+
+def test_an_engine_with_little_to_do_is_not_passed_over_for_ever():
+  turns = Turns([{0}, {0}], patience=4)
+  ran = [turns.next([1.0, 0.01])[0] for _ in range(15)]
+  assert ran == [0, 0, 0, 0, 1] * 3
+
+
+def test_engines_of_one_device_in_turn_need_fewer_runs_than_all_at_once():
+  """A run takes as long with one slot taken as with all."""
+  num, slots = 40, 8
+  rng = np.random.default_rng(0)
+  # Runs that each call needs: a solver's, and then a verifier's short one.
+  needed = np.stack([rng.integers(5, 20, num), rng.integers(1, 4, num)], 1)
+
+  def runs(devices):
+    waiting, running, ran = [list(range(num)), []], [{}, {}], 0
+    turns = Turns(devices)
+    while any(waiting) or any(running):
+      pairs = zip(waiting, running, strict=True)
+      for engine in turns.next([(len(w) + len(r)) / slots for w, r in pairs]):
+        ran += 1
+        queue, taken = waiting[engine], running[engine]
+        while queue and len(taken) < slots:
+          episode = queue.pop(0)
+          taken[episode] = needed[episode, engine]
+        for episode in list(taken):
+          taken[episode] -= 1
+          if not taken[episode]:
+            del taken[episode]
+            waiting[1] += [episode] * (engine == 0)
+    return ran
+
+  least = needed.sum() / slots
+  assert least <= runs([{0}, {0}]) < 0.75 * runs([{0}, {1}])

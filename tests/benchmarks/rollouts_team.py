@@ -59,7 +59,11 @@ class LockStep(sampler.Sampler):
 
   @property
   def busy(self):
-    return bool(super().busy or self._held or self._done)
+    return bool(self.num_requests)
+
+  @property
+  def num_requests(self):
+    return super().num_requests + len(self._held) + len(self._done)
 
   def submit(self, request, fault=None):
     self._held.append((request, fault))
