@@ -25,7 +25,7 @@ import numpy as np
 
 from drmas_jax import (
   backbone,
-  coordinator,
+  building,
   data,
   folders,
   placement,
@@ -170,7 +170,7 @@ def _task(config: Config, missing: list[str]) -> Task:
     try:
       if "://" in str(source.options.get("data_dir")):
         raise ConfigError(f"{where}: is in a bucket; a run copies it")
-      sources[key] = coordinator.make_source(where, key, source)
+      sources[key] = building.make_source(where, key, source)
       print(f"{where}: {len(sources[key])} rows")
     except ConfigError as e:
       missing.append(textwrap.shorten(str(e), 160, placeholder=" .."))
@@ -328,9 +328,15 @@ class _Sampler:
 
   def __init__(self, tokenizer: Tokenizer, script: _Script):
     self.tokenizer, self._script = tokenizer, script
-    self.engine = types.SimpleNamespace(key=None, max_concurrent_decodes=1)
+    self.engine = types.SimpleNamespace(
+      key=None, max_concurrent_decodes=1, devices=frozenset()
+    )
     self._queue: list[tuple[Request, Fault | None]] = []
     self.asked: list[Request] = []
+
+  @property
+  def num_requests(self) -> int:
+    return len(self._queue)
 
   @property
   def busy(self) -> bool:

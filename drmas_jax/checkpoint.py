@@ -152,6 +152,10 @@ class Checkpoints:
     self._manager.wait_until_finished()
     return sorted(self._manager.all_steps())
 
+  def has(self, step: int) -> bool:
+    """Whether it is committed, also since `steps` has looked."""
+    return (self._folder / str(step)).is_dir()
+
   def find(self, name: str) -> int:
     """The step that a number or "best" names.
 
@@ -183,14 +187,14 @@ class Checkpoints:
     """
     if step is not None:
       return self._read(step, {})[1]
-    failed: dict[int, Exception] = {}
+    failed: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
         return self._read(step, {})[1]
       except FormatError:
         raise
       except Exception as e:
-        failed[step] = e
+        failed[step] = _brief(e)
         _log.warning("checkpoint %s: %s", self._folder / str(step), _brief(e))
     if failed:
       raise self._unreadable(failed)
@@ -208,20 +212,23 @@ class Checkpoints:
 
     Returns:
       States and record; None where there is no checkpoint. Newer ones that
-      could not be read are renamed to `<step>.broken`.
+      could not be read, on one host or on all, are renamed to `<step>.broken`.
 
     Raises:
       ConfigError: where there are checkpoints and none can be read.
     """
-    failed: dict[int, Exception] = {}
+    failed: dict[int, str] = {}
     steps = reversed(self.steps()) if step is None else [step]
     for step in steps:
+      restored, fault = None, ""
       try:
         restored = self._read(step, abstract)
       except FormatError:
         raise
       except Exception as e:
-        failed[step] = e
+        fault = _brief(e)
+      if fault := _on_any_host(fault):
+        failed[step] = fault
         continue
       self._set_aside(failed, step)
       return restored
@@ -229,11 +236,11 @@ class Checkpoints:
       raise self._unreadable(failed)
     return None
 
-  def _unreadable(self, failed: Mapping[int, Exception]) -> Exception:
+  def _unreadable(self, failed: Mapping[int, str]) -> Exception:
     newest = max(failed)
     return config_lib.ConfigError(
       f"{self._folder}: none of the checkpoints {sorted(failed)} can be "
-      f"read; the newest, {newest}: {_brief(failed[newest])}; if it was made "
+      f"read; the newest, {newest}: {failed[newest]}; if it was made "
       "with another config or version, use that one, or start a new --workdir"
     )
 
@@ -316,29 +323,37 @@ class Checkpoints:
         self._scores[step] = None
     return self._scores[step]
 
-  def _set_aside(self, failed: Mapping[int, Exception], good: int) -> None:
+  def _set_aside(self, failed: Mapping[int, str], good: int) -> None:
     """Renames broken steps, so that they can be saved again."""
-    for step, error in failed.items():
+    for step, fault in failed.items():
       _log.warning(
         "checkpoint %s cannot be read (%s); going on from step %d",
         self._folder / str(step),
-        _brief(error),
+        fault,
         good,
       )
     if not failed or self._read_only:
       return
     import jax
 
+    from drmas_jax import hosts
+
     if jax.process_index() == 0:
       for step in failed:
         aside = self._folder / f"{step}.broken"
         shutil.rmtree(aside, ignore_errors=True)
         (self._folder / str(step)).rename(aside)
-    if jax.process_count() > 1:
-      from jax.experimental import multihost_utils
-
-      multihost_utils.sync_global_devices("checkpoints set aside")
+    hosts.agree("checkpoints set aside", {})
     self._manager.reload()
+
+
+def _on_any_host(fault: str) -> str:
+  """What went wrong here, or else on the first host where something did."""
+  from drmas_jax import hosts
+
+  faults = [s["fault"] for s in hosts.agree("restored", {"fault": fault})]
+  where = next((h for h, text in enumerate(faults) if text), None)
+  return fault or ("" if where is None else f"host {where}: {faults[where]}")
 
 
 def _item(policy: str) -> str:

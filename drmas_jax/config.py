@@ -8,6 +8,7 @@ each name the key, the value, what is allowed, and the fix.
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -22,7 +23,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from drmas_jax import usercode
@@ -32,6 +33,24 @@ Mode = Literal["train", "eval", "sft", "serve", "check"]
 
 class ConfigError(ValueError):
   """A config that cannot run. `main` exits with code 2 on it."""
+
+
+@contextlib.contextmanager
+def blaming(key: str) -> Iterator[None]:
+  """Around what reads a value of the config: a ValueError is the key's fault.
+
+  Args:
+    key: of the config, or the flag.
+
+  Raises:
+    ConfigError: in place of any other ValueError.
+  """
+  try:
+    yield
+  except ConfigError:
+    raise
+  except ValueError as e:
+    raise ConfigError(f"{key}: {e}") from e
 
 
 def _bounded(
@@ -51,8 +70,8 @@ def _bounded(
 class Sampling:
   """How completions are drawn. Temperature 0 is greedy; top_k 0 keeps all."""
 
-  temperature: float = _bounded(1.0, low=0.0)
-  top_k: int = _bounded(0, low=0)
+  temperature: float = _bounded(1.0, low=0.0, high=100.0)
+  top_k: int = _bounded(0, low=0, below=1 << 31)
   top_p: float = _bounded(1.0, above=0.0, high=1.0)
 
 
@@ -533,11 +552,11 @@ class Logging:
       --export`) as many as there are, `data.num_tasks`.
     writers: who gets the numbers of a step: "jsonl" (always: other parts read
       it), "tensorboard", "wandb", and modules of your own ("my_pkg.my_writer"),
-      which get the episodes too that are written whole; see `writers`.
+      which get all episodes of the step too; see `writers`.
     spikes_kept: batches of norm spikes and of non-finite updates that stay, the
       newest, each with the checkpoint before it, for `--mode=replay --spike`;
       0 for none.
-    spikes_mb: a batch that is larger on a host is not kept.
+    spikes_mb: a batch that is larger, of all hosts, is not kept.
   """
 
   agent_norm_every: int = _bounded(10, low=0)
@@ -554,7 +573,8 @@ class Health:
   """When a step raises an alarm, by the names of `health.CHECKS`.
 
   Shares and means are over a few steps; `health` says which, and why. An alarm
-  is shown when it begins, and is in <workdir>/alarms.jsonl.
+  is shown when it begins, and is in <workdir>/alarms.jsonl. In `--mode=sft`
+  there is only `norm_spike` to raise one.
 
   Attributes:
     stop_on: alarms that end the run, after it is saved, with exit code 3.
@@ -624,7 +644,7 @@ class Config:
   orchestra: Orchestra
   environment: Environment
   data: Data
-  seed: int = _bounded(0, low=0)
+  seed: int = _bounded(0, low=0, below=1 << 32)  # or two of them are one
   steps: int = _bounded(100, low=1)
   advantage: Advantage = Advantage()
   rollout: Rollout = Rollout()
@@ -1068,7 +1088,9 @@ def _check_bounds(
   bounds = {k: v for k, v in field.metadata.items() if v is not None}
   if math.isfinite(value) and all(compare[k](v) for k, v in bounds.items()):
     return
-  allowed = " and ".join(f"{k} {v:g}" for k, v in bounds.items())
+  allowed = " and ".join(
+    f"{k} {v if isinstance(v, int) else f'{v:g}'}" for k, v in bounds.items()
+  )
   faults.append(
     f"{path}: {value!r} is out of range; write a finite value {allowed}"
   )
@@ -1215,6 +1237,9 @@ def _check_writers(names: Sequence[str]) -> list[str]:
   return faults
 
 
+_LEAST_TEMPERATURE = 0.01  # to learn at: below, all mass is on one token
+
+
 def _check_agent(
   path: str, agent: Agent, config: Config, mode: Mode
 ) -> list[str]:
@@ -1230,10 +1255,12 @@ def _check_agent(
       f"write less than policies.{agent.policy}.engine.max_length="
       f"{policy.engine.max_length}"
     )
-  if mode == "train" and policy.trained and not agent.sampling.temperature:
+  temperature = agent.sampling.temperature
+  if mode == "train" and policy.trained and temperature < _LEAST_TEMPERATURE:
     faults.append(
-      f"{path}.sampling.temperature: 0 is greedy and teaches nothing; write a "
-      "value > 0 (eval.sampling may be greedy)"
+      f"{path}.sampling.temperature: {temperature:g} is greedy and teaches "
+      f"nothing; write a value >= {_LEAST_TEMPERATURE} (eval.sampling may be "
+      "greedy)"
     )
   faults += _check_agent_effect(path, agent, policy)
   if agent.overlong_tokens > agent.max_tokens:
@@ -1428,8 +1455,6 @@ def _check_effect(
     idle = {k: v for k, v in idle.items() if k != "compute_dtype"}
   if policy.trained:
     idle |= _idle_of_optimizer(policy.optimizer)
-    if policy.adapter and policy.optimizer.offload:
-      idle["optimizer.offload"] = "an adapter, whose state stays on the device"
     idle |= _idle_of_loss(policy.loss)
   return [
     f"{path}.{key}: has no effect with {why}; remove it"

@@ -14,11 +14,13 @@ import select
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 _SOCKET_S = 30.0
+_LINGER_S = 2.0
 _MAX_BODY = 8 << 20
 _GONE = 499  # as nginx counts a client that went away
 
@@ -170,6 +172,35 @@ class Handler(http.server.BaseHTTPRequestHandler):
   protocol_version = "HTTP/1.1"
   timeout = _SOCKET_S
   disable_nagle_algorithm = True
+  _unread = False  # there is a body that nobody will read
+
+  def parse_request(self) -> bool:
+    good = super().parse_request()
+    if good and self.command != "POST":  # of these no body is read
+      self._unread = bool(
+        self.headers.get("Content-Length", "0") != "0"
+        or self.headers.get("Transfer-Encoding")
+      )
+      self.close_connection |= self._unread
+    return good
+
+  def do_HEAD(self) -> None:
+    """As GET; `write` leaves the body out."""
+    self.do_GET()
+
+  def finish(self) -> None:
+    """Reads on for a moment where a body was refused: whoever still sends would
+    find the connection cut, and not the answer that says why."""
+    super().finish()
+    if not self._unread:
+      return
+    end = time.monotonic() + _LINGER_S
+    with contextlib.suppress(OSError):
+      self.connection.shutdown(socket.SHUT_WR)
+      while (left := end - time.monotonic()) > 0:
+        self.connection.settimeout(left)
+        if not self.connection.recv(1 << 16):
+          break
 
   def attempt(self, answer: Callable[[], int]) -> int:
     """Answers, or tells why not; returns the status that it came to."""
@@ -193,9 +224,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
       ApiError: there is none, or too much, or it is for no such path.
       Gone: the client has not sent all of it.
     """
-    size = self.headers.get("Content-Length", "")
+    size, *others = self.headers.get_all("Content-Length", [""])
     self.close_connection, keep = True, self.close_connection
-    if not size.isdecimal() or "Transfer-Encoding" in self.headers:
+    self._unread = True
+    told = size.isascii() and size.isdecimal() and not others
+    if not told or "Transfer-Encoding" in self.headers:
       raise ApiError(411, "write a Content-Length", "length_required")
     if len(size) > 12 or int(size) > _MAX_BODY:
       raise ApiError(
@@ -206,7 +239,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     body = self.rfile.read(int(size))
     if len(body) < int(size):
       raise Gone
-    self.close_connection = keep
+    self.close_connection, self._unread = keep, False
     if self.path.partition("?")[0] not in self.posts:
       raise self.no_such_path()
     return body
@@ -248,7 +281,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     if self.close_connection:
       self.send_header("Connection", "close")
     self.end_headers()
-    self.wfile.write(body)
+    if self.command != "HEAD":
+      self.wfile.write(body)
 
   def send_error(self, code: int, message=None, explain=None) -> None:
     """What the base class refuses, in the words of the others."""

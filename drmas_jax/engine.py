@@ -41,6 +41,7 @@ from drmas_jax import jetstream_compat, logprobs, sampling, sharding
 from drmas_jax.models import paged, transformer
 
 MAX_STOPS = 8  # stop ids that a request may have beside the tokenizer's
+_SMALL_POOL = 64 << 20  # bytes
 _ENOUGH_TOKENS = 512  # at once: more take longer, and not less for each
 
 
@@ -1039,9 +1040,6 @@ def _first_pages(spec: Spec) -> int:
   if spec.fused or page * spec.max_pages <= _SMALL_POOL:
     return spec.max_pages
   return min(max(_SMALL_POOL // page, spec.pages_per_row + 3), spec.max_pages)
-
-
-_SMALL_POOL = 64 << 20  # bytes
 
 
 def _rectangle(tables: Sequence[Sequence[int]], width: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Held-out evaluation: k episodes of every question of every set.
 
+    main        `--mode=eval`
     run         plays what is missing, each host its share -> Evaluation
     Evaluation  avg@k, maj@k and pass@k by set and over all sets, and by agent
     write       what is left for `compare` and for people
@@ -28,11 +29,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from drmas_jax import (
+  building,
+  data,
+  hosts,
+  metrics,
+  records,
+  restoring,
+  signals,
+  transcripts,
+  writers,
+)
 from drmas_jax import config as config_lib
-from drmas_jax import hosts, metrics, transcripts, writers
+from drmas_jax import manifest as manifests
+from drmas_jax.backbone import Backbone
 from drmas_jax.records import Key, Record, Store, sampling
 from drmas_jax.rollout import Rollout, Stopped
-from drmas_jax.types import Episode, Task, UserError
+from drmas_jax.sampling import root_key
+from drmas_jax.types import Episode, RunError, Task, UserError
 
 FORMAT = 1  # of results.json
 MACRO = "macro"  # the mean over sets, among the names of the sets
@@ -608,3 +622,117 @@ def _agent_table(agents: Mapping[str, Mapping[str, float]]) -> str:
 
 def _number(value: float) -> str:
   return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# -- the mode -----------------------------------------------------------------
+
+
+def main(
+  config: config_lib.Config,
+  workdir: pathlib.Path,
+  *,
+  step: str = "",
+  fresh: bool = False,
+  processes: tuple[str | None, int | None, int | None] = (None, None, None),
+) -> int:
+  """`--mode=eval`: a checkpoint of the workdir, or the policies as they come
+  where it has none, on the held-out sets; leaves <workdir>/eval/step_<N>.
+
+  Args:
+    config: checked.
+    workdir: of the run.
+    step: the checkpoint, a number or "best"; "": the newest.
+    fresh: forget what was played before.
+    processes: see `building.prepare`.
+
+  Returns:
+    The exit code.
+
+  Raises:
+    RunError: too many episodes failed.
+  """
+  config = building.begin(config, processes)
+  tasks, fingerprints = held_out(config)
+  flags = {"--workdir": str(workdir), "--step": step, "--fresh": fresh}
+  hosts.check_alike("flags and data", flags | fingerprints)
+  backbones = building.build(config, train=False)
+  stop = signals.Stop(
+    0.0, "the evaluation ends here, and what it has played is kept"
+  )
+  player = building.team_rollout(config, backbones, stop)
+  try:
+    done, origins = restoring.params(config, backbones, workdir, step)
+    about = building.about(config, fingerprints)
+    folder = records.folder(workdir, done)
+    identity = _identity(config, backbones, player, about)
+    with Store(folder, identity, fresh, done) as store:
+      for backbone in backbones.values():
+        backbone.resume()
+      num, k = extent(config.eval, final=True)
+      sets = {name: of[:num] for name, of in tasks.items()}
+      key = root_key(config.seed, "eval")
+      result = run(player, sets, config, key, k, store)
+  except Stopped:
+    hosts.say(f"{folder}: the same command goes on from there")
+    return stop.exit_code
+  finally:
+    player.close()
+    stop.close()
+  if jax.process_index() == 0:
+    print(write(folder, result, config, done, origins, about))
+    manifests.write_patches(folder)
+    print(
+      f"{folder}: results.md, results.json, episodes.jsonl, transcripts.jsonl"
+    )
+  _check_lost(result, config.rollout.max_failed)
+  return 0
+
+
+def _identity(
+  config: config_lib.Config,
+  backbones: Mapping[str, Backbone],
+  player: Rollout,
+  about: Mapping[str, Any],
+) -> dict[str, Any]:
+  """What the episodes of a final evaluation depend on."""
+  known = {
+    name: (checksum, backbone.digest)
+    for backbone in backbones.values()
+    for name, checksum in backbone.checksums().items()
+  }
+  _, k = extent(config.eval, final=True)
+  grouped = k if player.team.scores_groups else 0
+  return records.identity(config, known, about, grouped)
+
+
+def held_out(
+  config: config_lib.Config,
+) -> tuple[dict[str, list[Task]], dict[str, str]]:
+  """The first tasks of each held-out set, no more than are ever played; and
+  the sets' fingerprints. None where there are no evaluations."""
+  most = max(extent(config.eval, final)[0] for final in (False, True))
+  tasks, fingerprints = {}, {}
+  for key, source in config.held_out.items() if most else ():
+    where = f"eval.sources.{key}"
+    if not config.eval.sources:
+      where = f"eval.sources: empty, so data.sources.{key} gives its test split"
+    made = building.make_source(where, key, source)
+    with config_lib.blaming(where):
+      tasks[key] = data.held_out(key, made, most)
+    fingerprints[f"eval/{key}"] = made.fingerprint
+  return tasks, fingerprints
+
+
+def _check_lost(result: Evaluation, allowed: float) -> None:
+  """What was lost counts as nothing (rule 6), so too much of it says nothing.
+
+  Raises:
+    RunError: it is more than `rollout.max_failed`.
+  """
+  lost = sum(int((~s.ok).sum()) for s in result.sets.values())
+  total = sum(s.ok.size for s in result.sets.values())
+  if lost > allowed * total:
+    raise RunError(
+      f"{lost} of {total} episodes failed; allowed is a share of "
+      f"rollout.max_failed={allowed:g}; what failed, and what did not, is kept"
+    )

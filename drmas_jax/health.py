@@ -92,6 +92,7 @@ class View(NamedTuple):
     recent: by name, the values of this step and those before it, newest last;
       the names of `watched`.
     scores: the best evaluation, and the newest, if there is a newer one.
+    mode: "train" or "sft", which has other keys to turn.
   """
 
   config: config_lib.Config
@@ -99,6 +100,7 @@ class View(NamedTuple):
   now: frozenset[str]
   recent: Mapping[str, Sequence[float]]
   scores: Sequence[Score]
+  mode: config_lib.Mode = "train"
 
   @property
   def limits(self) -> config_lib.Health:
@@ -289,11 +291,24 @@ def _norm_spike(view: View) -> Iterator[Alarm]:
       "norm_spike",
       policy,
       f"{policy}: its gradient norm {said}, and it was as far out {times} "
-      f"times in {window} updates; mostly a few rows with large advantages "
-      f"carry it: see which (--mode=replay --spike {view.step}), lower "
-      f"policies.{policy}.optimizer.clip_norm or learning_rate, or compare "
-      "agents with themselves (advantage.name='agent_wise')",
+      f"times in {window} updates; {_remedy(view, policy)}",
     )
+
+
+def _remedy(view: View, policy: str) -> str:
+  """Against spikes of the norm."""
+  if view.mode == "sft":
+    return (
+      "mostly a few demonstrations are unlike the others, or the rate is too "
+      "high: look at these, lower sft.learning_rate, or raise sft.batch_rows "
+      "or sft.warmup_steps"
+    )
+  return (
+    "mostly a few rows with large advantages carry it: see which "
+    f"(--mode=replay --spike {view.step}), lower policies.{policy}.optimizer."
+    "clip_norm or learning_rate, or compare agents with themselves "
+    "(advantage.name='agent_wise')"
+  )
 
 
 def _held_out(view: View) -> Iterator[Alarm]:
@@ -391,10 +406,16 @@ class Monitor:
 
   An alarm is on from the step in which its check finds it until it has not for
   `_FEW` steps; then it may begin anew.
+
+  Args:
+    config: of the run.
+    mode: "train" or "sft".
   """
 
-  def __init__(self, config: config_lib.Config):
-    self.config = config
+  def __init__(
+    self, config: config_lib.Config, mode: config_lib.Mode = "train"
+  ):
+    self.config, self._mode = config, mode
     self._recent: dict[str, list[float]] = {}
     self._scores: list[Score] = []
     self._on: dict[str, int] = {}  # by key, steps without it since
@@ -415,7 +436,12 @@ class Monitor:
       del values[:-room]
     self._fill_first()
     view = View(
-      self.config, step, frozenset(now), self._recent, tuple(self._scores)
+      self.config,
+      step,
+      frozenset(now),
+      self._recent,
+      tuple(self._scores),
+      self._mode,
     )
     alarms = [a for check in CHECKS.values() for a in check(view)]
     begun = tuple(a for a in alarms if a.key not in self._on)
@@ -509,6 +535,35 @@ class Monitor:
     self._scores = [Score(*s) for s in state["scores"]]
     self._on = dict(state["on"])
     self._counts = {key: list(v) for key, v in state["counts"].items()}
+
+
+def no_reward(
+  config: config_lib.Config, found: Mapping[str, float], num_batches: int
+) -> str:
+  """What to look at when nobody was right in any batch so far.
+
+  Args:
+    config: of the run.
+    found: metrics of the last batch.
+    num_batches: how many there were.
+  """
+  cut, valid = (
+    ", ".join(
+      f"{agent} {found[f'{what}/{agent}']:.0%}"
+      for agent in config.agent_names
+      if f"{what}/{agent}" in found
+    )
+    for what in ("truncated", "valid")
+  )
+  return (
+    f"WARNING: every reward of the first {num_batches} batches is 0, and from "
+    "equal rewards nothing is learned. Likely causes: answers in a form that "
+    f"the environment {config.environment.name!r} does not read, or golds that "
+    "are (see transcripts/); completions cut before the answer (cut in the "
+    f"last batch: {cut}; raise agents.*.max_tokens); a prompt or chat template "
+    f"that the model does not follow (valid turns: {valid}); tasks that are "
+    "too hard for it"
+  )
 
 
 def write(path: pathlib.Path, step: int, alarms: Sequence[Alarm]) -> None:

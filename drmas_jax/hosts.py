@@ -16,15 +16,20 @@ case is jax's own: when process 0, which runs the coordination service, is
 killed, jax aborts the others at once (SIGABRT, exit code 134) and its message
 says that the leader, task 0, has died.
 
+Hosts that were not started alike end before the first step, with a ConfigError
+on each: see `check_alike` and `check_folder`.
+
 In one process everything here returns at once.
 """
 
 import atexit
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
+import pathlib
 import socket
 import sys
 import threading
@@ -40,6 +45,8 @@ EXIT_LOST = 70
 
 _BEAT_S = 0.5
 _SILENT_S = 60.0
+_SEEN_S = 60.0  # a file that one host wrote may take so long to get to another
+_PIECE = 1 << 20  # bytes of a value in the store
 _PREFIX = "drmas_jax"
 
 T = TypeVar("T")
@@ -115,8 +122,7 @@ class _Hosts:
       self.client.key_value_set(
         f"{where}/{self.index}", _dump({"name": name, "values": values})
       )
-      # The watching thread ends the process first; this limit is never met.
-      limit_ms = int(2000 * timeout_s) + 60_000
+      limit_ms = _limit_ms(timeout_s)
       answers = [
         json.loads(self.client.blocking_key_value_get(f"{where}/{h}", limit_ms))
         for h in range(self.count)
@@ -133,6 +139,29 @@ class _Hosts:
     )
     return [answer["values"] for answer in answers]
 
+  def to_first(self, name: str, data: bytes) -> list[bytes]:
+    pieces = [data[i : i + _PIECE] for i in range(0, len(data), _PIECE)]
+    counts = self.agree(name, {"pieces": len(pieces)}, self.timeout_s)
+    where = f"{_PREFIX}/sent/{self._round}"
+    with self.together(f"sending {name!r} to host 0", self.timeout_s):
+      if self.index:
+        for i, piece in enumerate(pieces):
+          self.client.key_value_set_bytes(f"{where}/{self.index}/{i}", piece)
+        return []
+      return [data] + [
+        b"".join(
+          self._take(f"{where}/{host}/{i}")
+          for i in range(counts[host]["pieces"])
+        )
+        for host in range(1, self.count)
+      ]
+
+  def _take(self, key: str) -> bytes:
+    limit_ms = _limit_ms(self.timeout_s)
+    value = self.client.blocking_key_value_get_bytes(key, limit_ms)
+    self.client.key_value_delete(key)
+    return value
+
   def missing(self) -> str:
     """Whom the main thread waits for, and in what; from any thread."""
     waiting = self._waiting
@@ -148,7 +177,7 @@ class _Hosts:
   def leave(self) -> None:
     """At exit: waits for the others to leave too, as jax demands."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-      self._publish(left="it exited")
+      self._publish(left="it exited; its own output says why")
       self._stop.set()
       self._thread.join()
       jax.distributed.shutdown()
@@ -302,6 +331,92 @@ def agree(
   return _hosts.agree(name, values, timeout_s or _hosts.timeout_s)
 
 
+def to_first(name: str, data: bytes) -> list[bytes]:
+  """At process 0 every host's bytes, in the order of the hosts; [] elsewhere.
+
+  Through the key-value store, so for what is written now and then, of some MB.
+  It is called by all hosts in the same order.
+
+  Args:
+    name: of what is sent.
+    data: of this host.
+  """
+  return [data] if _hosts is None else _hosts.to_first(name, data)
+
+
+def check_alike(what: str, values: Mapping[str, Any]) -> None:
+  """Hosts that were given different values would train apart, or wait for each
+  other in vain.
+
+  Args:
+    what: the values are of.
+    values: by the name that a user knows; what `agree` takes.
+
+  Raises:
+    ConfigError: on all hosts, with each name that has different values.
+  """
+  if _hosts is None:
+    return
+  texts = {name: _dump(value) for name, value in values.items()}
+  digest = hashlib.sha256(_dump(texts).encode()).hexdigest()
+  digests = [x["digest"] for x in agree(what, {"digest": digest})]
+  odd = next((h for h, d in enumerate(digests) if d != digests[0]), None)
+  if odd is None:
+    return
+  answers = agree(f"{what}, in full", texts)
+  one, other = answers[0], answers[odd]
+  raise ConfigError(
+    "\n".join(
+      f"{name}: is {one.get(name, 'absent')} on host 0, and "
+      f"{other.get(name, 'absent')} on host {odd}; start all processes with "
+      "the same command, config and data"
+      for name in sorted({*one, *other})
+      if one.get(name) != other.get(name)
+    )
+  )
+
+
+def check_folder(folder: pathlib.Path) -> None:
+  """All hosts must see what process 0 writes there.
+
+  Args:
+    folder: which process 0 has made.
+
+  Raises:
+    ConfigError: on all hosts, naming those that do not.
+  """
+  if _hosts is None:
+    return
+  path, mine = folder / ".hosts", os.urandom(8).hex()
+  if _hosts.index == 0:
+    path.write_text(mine)
+  token = agree("a file", {"token": mine})[0]["token"]
+  limit = time.monotonic() + _SEEN_S
+  while not (seen := _reads(path, token)) and time.monotonic() < limit:
+    time.sleep(_BEAT_S)
+  me = {"seen": seen, "name": socket.gethostname()}
+  answers = agree("who sees it", me, _hosts.timeout_s + _SEEN_S)
+  if _hosts.index == 0:
+    path.unlink()
+  if blind := [
+    f"host {host} ({answer['name']})"
+    for host, answer in enumerate(answers)
+    if not answer["seen"]
+  ]:
+    raise ConfigError(
+      f"--workdir: {', '.join(blind)} does not see what host 0 writes in "
+      f"{folder.absolute()}; all must see the same folder under the same name "
+      "(NFS, a mounted bucket); name such a one"
+    )
+
+
+def _reads(path: pathlib.Path, text: str) -> bool:
+  try:
+    return path.read_text() == text
+  except OSError:
+    return False
+
+
 @contextlib.contextmanager
 def together(name: str, timeout_s: float | None = None) -> Iterator[None]:
   """Around programs that all hosts must enter, up to the wait for their end.
@@ -325,6 +440,18 @@ def share(items: Sequence[T]) -> Sequence[T]:
   if _hosts is None:
     return items
   return items[_hosts.index :: _hosts.count]
+
+
+def say(text: str) -> None:
+  """What is going on, for whoever watches; on stderr, by process 0."""
+  if jax.process_index() == 0:
+    print(f"drmas_jax: {text}", file=sys.stderr, flush=True)
+
+
+def _limit_ms(timeout_s: float) -> int:
+  """Of a call that waits: never met, as the watching thread ends the process
+  first."""
+  return int(2000 * timeout_s) + 60_000
 
 
 def _dump(values: Any) -> str:

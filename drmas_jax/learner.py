@@ -171,7 +171,9 @@ def policy_state(spec: Spec) -> tuple[TrainState, TrainState]:
   )
   where = jax.tree.map(
     lambda s: sharding.NamedSharding(
-      spec.mesh, sharding.PartitionSpec(*s.spec[1:])
+      spec.mesh,
+      sharding.PartitionSpec(*s.spec[1:]),
+      memory_kind=s.memory_kind,
     ),
     where,
   )
@@ -200,7 +202,9 @@ def join(spec: Spec, each: Sequence[Any]) -> Any:
   if not isinstance(each[0], TrainState):
     where = where.params
   return jax.jit(
-    lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees),
+    lambda trees: jax.tree.map(
+      lambda *x: jnp.stack(x), *(_visiting(spec, tree) for tree in trees)
+    ),
     out_shardings=where,
   )(each)
 
@@ -209,9 +213,16 @@ def join(spec: Spec, each: Sequence[Any]) -> Any:
 def _splitter(spec: Spec, with_state: bool) -> Any:
   where = policy_state(spec)[1]
   return jax.jit(
-    lambda tree, k: jax.tree.map(lambda x: x[k], tree),
+    lambda tree, k: jax.tree.map(lambda x: x[k], _visiting(spec, tree)),
     out_shardings=where if with_state else where.params,
   )
+
+
+def _visiting(spec: Spec, tree: Any) -> Any:
+  """On the device, where what lies in the host's memory can be cut."""
+  if not spec.optimizer.offload:
+    return tree
+  return optimizers.move(tree, jax.memory.Space.Device)
 
 
 def whole(base: Any, trainable: Any) -> transformer.Params:

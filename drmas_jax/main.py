@@ -183,15 +183,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         spike=bool(args.spike),
         processes=processes,
       )
+    if args.mode == "eval":
+      from drmas_jax import evaluate
+
+      return evaluate.main(
+        config,
+        pathlib.Path(workdir),
+        step=args.step,
+        fresh=args.fresh,
+        processes=processes,
+      )
+    if args.mode == "sft":
+      from drmas_jax import sft
+
+      return sft.main(config, pathlib.Path(workdir), processes=processes)
     from drmas_jax import coordinator
 
     return coordinator.main(
       config,
       pathlib.Path(workdir),
-      mode=args.mode,
       allow_change=args.allow_change,
-      step=args.step,
-      fresh=args.fresh,
       fork=args.fork,
       processes=processes,
       start=_START,

@@ -131,16 +131,16 @@ def _gated(
 
   def update(grad, state, param, *, live):
     if offload:
-      state = _move(state, jax.memory.Space.Device)
+      state = move(state, jax.memory.Space.Device)
     step, new = rule.update(grad, state, param)
     step = jnp.where(live, step, 0)
     new = jax.tree.map(lambda n, s: jnp.where(live, n, s), new, state)
-    return step, _move(new, jax.memory.Space.Host) if offload else new
+    return step, move(new, jax.memory.Space.Host) if offload else new
 
   return optax.GradientTransformationExtraArgs(rule.init, update)
 
 
-def _move(state: Any, memory: jax.memory.Space) -> Any:
+def move(state: Any, memory: jax.memory.Space) -> Any:
   """What is large enough to be worth it, to a memory."""
   return jax.tree.map(
     lambda x: jax.device_put(x, memory) if x.ndim > 1 else x, state
@@ -172,15 +172,37 @@ def _one_by_one(rule: optax.GradientTransformationExtraArgs) -> Callable:
 
 
 def _take(tree: Any, i: jax.Array) -> Any:
-  return jax.tree.map(
-    lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree
-  )
+  return jax.tree.map(lambda x: _at(x, i), tree)
 
 
 def _put(tree: Any, part: Any, i: jax.Array) -> Any:
-  return jax.tree.map(
-    lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), tree, part
-  )
+  return jax.tree.map(lambda x, y: _set(x, y, i), tree, part)
+
+
+# Of policies beside each other a slice is one of all, too: the gather and the
+# scatter that `vmap` makes of them are not for the host's memory.
+@jax.custom_batching.custom_vmap
+def _at(x: jax.Array, i: jax.Array) -> jax.Array:
+  """x[i]"""
+  return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+@_at.def_vmap
+def _(size, batched, x, i):
+  del size, batched  # i counts layers
+  return jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), True
+
+
+@jax.custom_batching.custom_vmap
+def _set(x: jax.Array, y: jax.Array, i: jax.Array) -> jax.Array:
+  """x with y in the place of x[i]."""
+  return jax.lax.dynamic_update_index_in_dim(x, y, i, 0)
+
+
+@_set.def_vmap
+def _(size, batched, x, y, i):
+  del size, batched
+  return jax.lax.dynamic_update_index_in_dim(x, y, i, 1), True
 
 
 def _sides(axes: sharding.Axes) -> list[list[int]]:

@@ -12,17 +12,17 @@ The run's own files stay as they are. <workdir>/replay/step_N (spike_K) gets
     rows.jsonl      each turn: agent, task, text, score, advantage, gradient
     episodes.jsonl  the episodes whole, as `transcripts` has them
 
-Of several processes each writes its own rows and episodes (rows.1.jsonl, ..),
-and the first the rest. Gradients are those of the step's loss at the weights
-before it.
+Of several processes the first one writes, with the rows and episodes of all,
+process by process. Gradients are those of the step's loss at the weights before
+it.
 """
 
 import collections
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,17 +32,21 @@ import numpy as np
 
 from drmas_jax import (
   advantages,
+  building,
   checkpoint,
-  coordinator,
   hosts,
   manifest,
+  restoring,
   rewards,
+  signals,
   spikes,
   writers,
 )
 from drmas_jax import config as config_lib
 from drmas_jax.backbone import Work
+from drmas_jax.resample import Played
 from drmas_jax.rollout import Stopped
+from drmas_jax.training import Training
 from drmas_jax.types import Group
 
 _MOST = 10  # rows that the summary names
@@ -67,20 +71,16 @@ def main(
     workdir: of the run.
     step: its number, from 1.
     spike: take the batch that the run has kept.
-    processes: see `coordinator.main`.
+    processes: see `building.prepare`.
   """
   began = time.monotonic()
-  config, backbones = coordinator.prepare(config, processes)
-  # Whole episodes of all groups; and nothing is kept for a replay of it.
-  config = dataclasses.replace(
-    config,
-    logging=dataclasses.replace(
-      config.logging, transcript_groups=config.data.num_tasks, spikes_kept=0
-    ),
-  )
+  config, backbones = building.prepare(config, processes)
+  config = _of_replay(config)
+  flags = {"--workdir": str(workdir), "--spike" if spike else "--step": step}
+  hosts.check_alike("flags", flags)
   origin = _origin(config, workdir, step)
   batch = spikes.read(workdir, step) if spike else None
-  stop = coordinator.Stop(0.0, "the replay ends here, and leaves nothing")
+  stop = signals.Stop(0.0, "the replay ends here, and leaves nothing")
   out = workdir / "replay" / f"{'spike' if spike else 'step'}_{step}"
   try:
     replay = Replay(config, backbones, out, stop, began, step)
@@ -95,6 +95,18 @@ def main(
   finally:
     stop.close()
   return 0
+
+
+def _of_replay(config: config_lib.Config) -> config_lib.Config:
+  """Whole episodes of all groups; nothing is kept for a replay of it, and no
+  alarm ends it, though it may have ended the run."""
+  return dataclasses.replace(
+    config,
+    logging=dataclasses.replace(
+      config.logging, transcript_groups=config.data.num_tasks, spikes_kept=0
+    ),
+    health=dataclasses.replace(config.health, stop_on=()),
+  )
 
 
 # -- where it begins -----------------------------------------------------------
@@ -141,9 +153,7 @@ def _newest(workdir: pathlib.Path, step: int) -> Origin:
       f"{fork.workdir}; replay that one"
     )
   before = [s for s in own.steps() if s < step]
-  # All hosts take what the first one found.
-  mine = {"step": before[-1] if before else None}
-  found = hosts.agree("replay", mine)[0]["step"]
+  found = restoring.of_first(before[-1] if before else None, own)
   if found is not None:
     return Origin(own, found)
   return Origin(own, 0) if fork is None else Origin(fork.checkpoints, fork.step)
@@ -210,6 +220,14 @@ class _Held(writers.Writer):
     self.episodes = list(episodes)
 
 
+def _own_part(by_host: Sequence[Sequence[Group]]) -> list[Group]:
+  """What this host had; with another number of hosts than the run, a share."""
+  if len(by_host) == jax.process_count():
+    return list(by_host[jax.process_index()])
+  groups = itertools.chain.from_iterable(by_host)
+  return list(hosts.share(sorted(groups, key=lambda g: g.task.position)))
+
+
 class Analysis(NamedTuple):
   """What a step's batch says, before the update.
 
@@ -225,7 +243,7 @@ class Analysis(NamedTuple):
   estimators: dict[str, dict[str, dict[str, float]]]
 
 
-class Replay(coordinator.Training):
+class Replay(Training):
   """A run that writes nothing, and looks into the batch of its last step.
 
   Args:
@@ -248,20 +266,22 @@ class Replay(coordinator.Training):
     self.analysis: Analysis | None = None
 
   def begin(
-    self, origin: Origin, batch: tuple[spikes.Spike, list[Group]] | None
+    self,
+    origin: Origin,
+    batch: tuple[spikes.Spike, Sequence[Sequence[Group]]] | None,
   ) -> None:
-    """Takes the weights, and the batch of a spike."""
+    """Takes the weights, and this host's part of the batch of a spike."""
     self.checkpoints = origin.checkpoints
     self.load(origin.checkpoints, self._check, origin.step)
     if batch is not None:
-      self.spike, groups = batch
-      self.kept = list(hosts.share(groups))
+      self.spike, by_host = batch
+      self.kept = _own_part(by_host)
       self.step_done = self.target - 1
       self.averages = np.array(self.spike.averages)
 
   def _check(self, run: checkpoint.Run | None) -> None:
     if run is not None:
-      coordinator.check_folders(run, self.backbones)
+      restoring.check_folders(run, self.backbones)
 
   def play(self, workdir: pathlib.Path) -> None:
     """To the end of the step; says how it compares.
@@ -278,16 +298,15 @@ class Replay(coordinator.Training):
           known[done], self.held.scalars[done], self.spike is not None
         )
         self.differ[done] = found
-        if jax.process_index() == 0:
-          said = f"{len(found)} numbers differ" if found else "as it was"
-          print(f"drmas_jax: step {done}: {said}", file=sys.stderr, flush=True)
+        said = f"{len(found)} numbers differ" if found else "as it was"
+        hosts.say(f"step {done}: {said}")
 
-  def _collect(self) -> coordinator.Played:
+  def _collect(self) -> Played:
     if self.spike is None:
       played = super()._collect()
     else:
       cursor = self.spike.cursor
-      played = coordinator.Played(self.kept, [], 0, cursor, False)
+      played = Played(self.kept, [], 0, cursor, False)
     self.groups = played.groups
     return played
 
@@ -406,17 +425,20 @@ class Replay(coordinator.Training):
 
   def leave(self, workdir: pathlib.Path, origin: Origin) -> None:
     """Writes all of it, and prints the summary."""
-    out, process = self.workdir, jax.process_index()
-    suffix = f".{process}.jsonl" if process else ".jsonl"
-    out.mkdir(parents=True, exist_ok=True)
-    for name, lines in (
-      ("rows", self.analysis.rows),
-      ("episodes", self.held.episodes),
-    ):
-      text = "".join(map(writers.json_line, lines))
-      writers.write_text(out / f"{name}{suffix}", text)
-    if process:
+    files = {
+      name: hosts.to_first(name, _lines(records))
+      for name, records in (
+        ("rows", self.analysis.rows),
+        ("episodes", self.held.episodes),
+      )
+    }
+    if jax.process_index():
       return
+    out = self.workdir
+    out.mkdir(parents=True, exist_ok=True)
+    for name, parts in files.items():
+      with writers.replacing(out / f"{name}.jsonl") as file:
+        file.writelines(parts)
     found = self.report(workdir, origin)
     writers.write_json(out / "replay.json", found)
     text = summary(found)
@@ -446,7 +468,7 @@ class Replay(coordinator.Training):
   def _reasons(self, workdir: pathlib.Path) -> list[str]:
     """Why a replay may not be what the run was; the likely ones that hold."""
     found = []
-    then, now = manifest.read(workdir, self.target), self._manifest()
+    then, now = manifest.read(workdir, self.target), self.about()
     fresh = json.loads(json.dumps(now))
     for key in ("versions", "devices", "python", "data", "grader"):
       if then.get(key) != fresh[key]:
@@ -474,6 +496,11 @@ class Replay(coordinator.Training):
       if c.key.partition(".")[0] in free
     ]
     return found or ["none of those that are known: this is a defect"]
+
+
+def _lines(records: Sequence[Mapping[str, Any]]) -> bytes:
+  text = "".join(map(writers.json_line, records))
+  return text.encode(errors="backslashreplace")
 
 
 def _weight(row: Mapping[str, Any]) -> float:

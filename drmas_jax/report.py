@@ -133,6 +133,7 @@ _CURVES = (
     "linear",
     "Mean over the episodes of a step.",
   ),
+  _Curves("Loss by policy", f"loss/{_AGENT}", "linear", "As it is minimised."),
   _NORM,
   _SHARED,
   _Curves(
@@ -257,7 +258,7 @@ def page(workdir: pathlib.Path) -> str:
   return document(
     f"{name}: report",
     tag("h1", name),
-    _headline(metrics, config, summary, alarms),
+    _headline(metrics, _planned(workdir, config), summary, alarms),
     section("Alarms", _alarm_table(alarms)) if alarms else None,
     section("Curves", tag("div", *curves, class_="charts")) if curves else None,
     section("Time", _time(metrics)),
@@ -287,10 +288,21 @@ def _alarm_table(alarms: Sequence[Mapping[str, Any]]) -> Html:
   return table(("step", "alarm", "agent", "what it says"), rows, "alarms")
 
 
-def _headline(metrics, config, summary, alarms) -> Html:
+def _planned(workdir: pathlib.Path, config: Mapping[str, Any]) -> int | None:
+  """Steps that the run will have done; those of `--mode=sft` are of all
+  policies."""
+  sft = (workdir / "sft").is_dir() and not (workdir / "checkpoints").is_dir()
+  if not sft or "sft" not in config:
+    return config.get("steps")
+  policies = config["policies"].values()
+  learn = [p for p in policies if not p["frozen"] and p["remote"] is None]
+  return config["sft"]["steps"] * len(learn)
+
+
+def _headline(metrics, planned, summary, alarms) -> Html:
   done = max((int(steps[-1]) for steps, _ in metrics.values()), default=0)
-  ended = summary.get("steps") == done and done == config.get("steps")
-  facts = {"steps": f"{done} of {config.get('steps', '?')}"}
+  ended = summary.get("steps") == done == planned
+  facts = {"steps": f"{done} of {'?' if planned is None else planned}"}
   facts["state"] = "finished" if ended else "not finished"
   for name in ("reward/team", "time/step_s"):
     if name in metrics:
@@ -343,7 +355,8 @@ def _time(metrics: Metrics) -> Html:
     [Line(_PARTS[p], *series[p], i) for i, p in enumerate(parts, 1)],
   )
   header = ("part", "median [s]", "sum [s]", "share")
-  return tag("div", table(header, rows), figure(chart), class_="charts")
+  shown = [figure(chart)] if parts else []  # fine-tuning has none
+  return tag("div", table(header, rows), *shown, class_="charts")
 
 
 def _memory(metrics: Metrics, about: Mapping[str, Any]) -> Html:

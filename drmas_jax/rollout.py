@@ -64,6 +64,7 @@ class Stopped(Exception):
 
 
 _LATE_S = 2.0  # beyond its limit, for a coroutine that blocks
+_MOST_AT_ONCE = 100_000  # steps of an orchestra between two waits
 _IO_S = 1.0  # that the I/O thread is waited for, before signals are looked at
 
 
@@ -438,8 +439,12 @@ class Episodes:
     """Runs a coroutine, and what goes on with it, until all of it waits or has
     ended; however much is answered at once, no deeper in the stack."""
     ready: _Ready = [(strand, value)]
-    while ready and not play.done:
+    for _ in range(_MOST_AT_ONCE):
+      if not ready or play.done:
+        return
       ready += reversed(self._step(play, *ready.pop()))
+    what = f"went on {_MOST_AT_ONCE} times without a turn; does its loop end?"
+    raise play.blame(what, "running the orchestra", strand.coro)
 
   def _step(self, play: Play, strand: Strand, value: Any) -> _Ready:
     """Runs a coroutine to its next request, or to its end; returns which go on

@@ -9,7 +9,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+# Of a temperature and of top_p: with less, float32 ends, and a row is NaN.
+_LEAST = 1e-30
+_ROUNDING = 1e-6  # of a sum of probabilities
 
 
 class Sample(NamedTuple):
@@ -49,24 +53,21 @@ def sample(
   if banned is None:
     banned = jnp.full([logits.shape[0], 1], -1)
   greedy = temperature == 0
-  logits /= jnp.where(greedy, 1.0, temperature)[:, None]
+  temperature = jnp.maximum(temperature, _LEAST)
+  # In this order: a large quotient would be rounded by more than 1.
   logits -= jnp.max(logits, axis=-1, keepdims=True)
+  logits /= jnp.where(greedy, 1.0, temperature)[:, None]
   mass = jnp.exp(logits)
   total = jnp.sum(mass, axis=-1)
   barred = jnp.any(banned >= 0, axis=-1)
   narrow = (top_k > 0) | (top_p < 1) | barred
 
-  def truncated():
+  def narrowed():
     kept = _truncate(_without(logits, banned), top_k, top_p)
-    # What is banned may have all but the whole mass: the rest is scaled anew.
-    most = jnp.where(barred, jnp.max(kept, axis=-1), 0.0)
-    scaled = jnp.exp(kept - most[:, None])
-    # Elsewhere it is the very mass, whatever others ask for (rule 26).
-    same = jnp.where(jnp.isfinite(kept), mass, 0.0)
-    return kept, jnp.where(barred[:, None], scaled, same), most
+    return kept, *_kept_mass(kept, mass, barred)
 
   kept, kept_mass, most = jax.lax.cond(
-    jnp.any(narrow), truncated, lambda: (logits, mass, jnp.zeros_like(total))
+    jnp.any(narrow), narrowed, lambda: (logits, mass, jnp.zeros_like(total))
   )
   uniform = jax.vmap(jax.random.uniform)(keys)
   drawn, kept_total = _invert(kept_mass, uniform)
@@ -78,6 +79,20 @@ def sample(
     logprob - jnp.log(total),
     jnp.where(narrow & ~greedy, log_kept, 0.0),
   )
+
+
+def _kept_mass(
+  kept: Float[Array, "B V"],
+  mass: Float[Array, "B V"],
+  barred: Bool[Array, " B"],
+) -> tuple[Float[Array, "B V"], Float[Array, " B"]]:
+  """Of what is kept, and the logarithm of what it is to be multiplied with."""
+  # What is banned may have all but the whole mass: the rest is scaled anew.
+  most = jnp.where(barred, jnp.max(kept, axis=-1), 0.0)
+  scaled = jnp.exp(kept - most[:, None])
+  # Elsewhere it is the very mass, whatever others ask for (rule 26).
+  same = jnp.where(jnp.isfinite(kept), mass, 0.0)
+  return jnp.where(barred[:, None], scaled, same), most
 
 
 def _invert(
@@ -131,10 +146,12 @@ def _truncate(
   k = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
   by_rank = jnp.where(jnp.arange(size) < k[:, None], ordered, -jnp.inf)
   mass = jnp.cumsum(jax.nn.softmax(by_rank, axis=-1), axis=-1)
-  # A rank stays while the mass of those before it is short of top_p. At 1 all
-  # do: a rounded sum gets there early, and others' settings would be felt.
+  # A rank stays while the mass of those before it is short of top_p, by more
+  # than a sum is rounded. At 1 all do, or others' settings would be felt.
   before = jnp.concatenate([jnp.zeros_like(mass[:, :1]), mass[:, :-1]], -1)
-  stays = (before < top_p[:, None]) | (top_p >= 1)[:, None]
+  goal = jnp.maximum(top_p * (1 - _ROUNDING), _LEAST)
+  stays = before < goal[:, None]
+  stays |= (top_p >= 1)[:, None]
   by_rank = jnp.where(stays, by_rank, -jnp.inf)
   lowest = jnp.min(jnp.where(jnp.isfinite(by_rank), by_rank, jnp.inf), -1)
   return jnp.where(logits >= lowest[:, None], logits, -jnp.inf)

@@ -132,7 +132,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _serve(args: argparse.Namespace, config: config_lib.Config) -> int:
   """Until a signal; returns the exit code."""
-  from drmas_jax import coordinator
+  from drmas_jax import restoring, signals
   from drmas_jax.serving.door import Door
 
   try:
@@ -141,14 +141,14 @@ def _serve(args: argparse.Namespace, config: config_lib.Config) -> int:
     raise config_lib.ConfigError(
       f"--host={args.host} --port={args.port}: {e}; name another"
     ) from e
-  stop = coordinator.Stop(
+  stop = signals.Stop(
     args.drain_s,
     "no more is taken, and what was taken is finished (for {grace_s:g} s at "
     "most)",
   )
   try:
     workdir = pathlib.Path(args.workdir) if args.workdir else None
-    backbones, rollout = coordinator.to_sample(config, workdir, args.step, stop)
+    backbones, rollout = restoring.to_sample(config, workdir, args.step, stop)
     loop = open_door(args, config, backbones, rollout, door)
     print(
       f"drmas_jax: serves {', '.join(door.desk.models)} at {door.url}/v1",

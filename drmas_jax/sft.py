@@ -8,28 +8,35 @@ sampled (`datasets.sampled`), which stay as they are.
 
 Steps are counted over all policies, one after the other. Every
 `checkpoint.every` of them a checkpoint of the policy at work is left in
-<workdir>/sft, from which a run that was ended goes on bit for bit.
+<workdir>/sft, from which a run that was ended goes on bit for bit. Each step is
+told of and watched as one of training is: metrics, alarms, report.html.
 """
 
 import dataclasses
 import pathlib
 import shutil
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from drmas_jax import (
   batching,
+  building,
   checkpoint,
+  health,
+  hosts,
   learner,
+  manifest,
   placement,
   prompts,
   rollout,
   sampling,
   sharding,
+  signals,
+  usercode,
+  watching,
 )
 from drmas_jax import config as config_lib
 from drmas_jax.backbone import Backbone, abstract
@@ -39,22 +46,121 @@ from drmas_jax.models import transformer, weights
 from drmas_jax.types import RunError, Turn
 
 
-class Session(NamedTuple):
-  """What `train` is told by whoever starts it.
+def main(
+  config: config_lib.Config,
+  workdir: pathlib.Path,
+  *,
+  processes: tuple[str | None, int | None, int | None] = (None, None, None),
+) -> int:
+  """`--mode=sft`; returns the exit code.
+
+  Args:
+    config: checked.
+    workdir: of the run; one that was begun goes on.
+    processes: see `building.prepare`; only one can train so.
+
+  Raises:
+    ConfigError: it cannot run here.
+    RunError: an alarm ended it; what it had is written.
+  """
+  config, backbones = building.prepare(config, processes)
+  if jax.process_count() > 1:
+    raise config_lib.ConfigError(
+      f"--mode=sft: runs in one process, and there are {jax.process_count()}; "
+      "start it without --coordinator_address"
+    )
+  if (workdir / "checkpoints").exists():
+    raise config_lib.ConfigError(
+      f"--workdir={workdir}: holds a training run; name another for --mode=sft"
+    )
+  stop = signals.Stop()
+  try:
+    session = Session(config, workdir, building.stream(config), stop)
+    with session.watch:
+      written = train(config, backbones, session)
+  finally:
+    stop.close()
+  session.close()
+  print(f"{workdir}/policies: {', '.join(written)}")
+  if session.unwell:
+    raise RunError(session.unwell)
+  return stop.exit_code if stop.signal else 0
+
+
+class Session:
+  """What a run has beside its policies: tasks, files, alarms, checkpoints.
 
   Attributes:
-    workdir: of the run.
-    report: report(step, {name: float}).
-    stopping: whether to end after the step.
-    checkpoints: of the run.
-    begun: the newest of these; None: it is a new run.
+    begun: the checkpoint that it goes on from; None: it is a new run.
+    unwell: why an alarm ends it; "": none does.
+    watch: of its steps.
+
+  Args:
+    config: of the run.
+    workdir: likewise.
+    stream: likewise.
+    stop: ends it.
+
+  Raises:
+    ConfigError: the workdir has a run with another config.
   """
 
-  workdir: pathlib.Path
-  report: Callable[[int, dict[str, float]], None]
-  stopping: Callable[[], bool]
-  checkpoints: checkpoint.Checkpoints
-  begun: checkpoint.Run | None
+  def __init__(
+    self,
+    config: config_lib.Config,
+    workdir: pathlib.Path,
+    stream: Stream,
+    stop: signals.Stop,
+  ):
+    self.workdir, self.stream = workdir, stream
+    self._config, self._stop = config, stop
+    self.checkpoints = checkpoint.Checkpoints(workdir / "sft", keep=1)
+    self.begun = begun(config, self.checkpoints)
+    done = self.begun and self.begun.step
+    if self.begun is not None:
+      hosts.say(f"goes on from step {done} of {workdir}")
+    self.monitor = health.Monitor(config, "sft")
+    if self.begun is not None and "health" in self.begun.extra:  # is newer
+      self.monitor.restore(self.begun.extra["health"])
+    self.unwell = ""
+    self.watch = watching.watchdog(config, workdir)
+    self._steps = config.sft.steps * len(config.trained)
+    self._writer = watching.open_writer(config, workdir, self._steps, done)
+    prints = {f"train/{k}": s.fingerprint for k, s in stream.sources.items()}
+    manifest.record(workdir, building.about(config, prints), done or 0)
+
+  def tell(self, step: int, found: dict[str, float]) -> None:
+    """A step is done, counted over all policies."""
+    unwell = watching.tell(self.monitor, self._writer, step, found)
+    self.unwell = self.unwell or unwell
+    self._writer.flush()
+
+  @property
+  def stopping(self) -> bool:
+    """Whether to end after the step."""
+    return bool(self._stop.signal or self.unwell)
+
+  def save(self, step: int, states, cursor: int = 0, ready: int = 0) -> None:
+    """A checkpoint after a step, counted over all policies.
+
+    Args:
+      step: so many are done.
+      states: of the policy at work, by its name; none between policies.
+      cursor: of its tasks.
+      ready: its demonstrations before the cursor that no step has had.
+    """
+    extra = {"ready": ready, "health": self.monitor.state()}
+    config = config_lib.to_dict(self._config)
+    with self.watch.during("checkpoint"):
+      run = checkpoint.Run(step, cursor, config, {}, extra)
+      self.checkpoints.save(run, states)
+
+  def close(self) -> None:
+    """The summary, unless there is more to do."""
+    if not self.stopping:
+      found = {"steps": self._steps, "alarms": self.monitor.summary()}
+      self._writer.write_json("summary.json", found)
+    self._writer.close()
 
 
 def begun(
@@ -80,10 +186,7 @@ def begun(
 
 
 def train(
-  config: config_lib.Config,
-  backbones: dict[str, Backbone],
-  stream: Stream,
-  session: Session,
+  config: config_lib.Config, backbones: dict[str, Backbone], session: Session
 ) -> list[str]:
   """Trains every policy in turn.
 
@@ -102,21 +205,20 @@ def train(
     for name in config.trained
   }
   for name, demonstrations in shown.items():
-    demonstrations.check_any(name, stream)
+    demonstrations.check_any(name, session.stream)
   done = session.begun.step if session.begun else 0
   written = []
   for place, (name, demonstrations) in enumerate(shown.items()):
     first = place * config.sft.steps
     if done < first + config.sft.steps:
-      state = _fit(
-        config, backbones[name], stream, demonstrations, session, first
-      )
-      _write(session.workdir / "policies" / name, state, backbones[name])
+      state = _fit(config, backbones[name], demonstrations, session, first)
+      with session.watch.during("folder"):
+        _write(session.workdir / "policies" / name, state, backbones[name])
     written.append(name)
-    if session.stopping():
+    if session.stopping:
       break
     if done < first + config.sft.steps:  # only now, so that it is whole
-      _save(config, session, first + config.sft.steps, {})
+      session.save(first + config.sft.steps, {})
   session.checkpoints.close()
   return written
 
@@ -136,21 +238,17 @@ def _write(folder: pathlib.Path, state, backbone: Backbone) -> None:
   part.rename(folder)
 
 
-def _save(config, session: Session, step: int, states, cursor=0, ready=0):
-  """A checkpoint after a step, counted over all policies.
-
-  Args:
-    config: of the run.
-    session: of the run.
-    step: so many are done.
-    states: of the policy at work, by its name; none between policies.
-    cursor: of its tasks.
-    ready: its demonstrations before the cursor that no step has had.
-  """
-  run = checkpoint.Run(
-    step, cursor, config_lib.to_dict(config), {}, {"ready": ready}
+def _checked(shown: Any) -> Demonstration | Sampled:
+  """A pair will do, so that a user's own data set need import nothing."""
+  if isinstance(shown, Sampled):
+    return shown
+  match shown:
+    case (tuple() as args, str() as completion):
+      return Demonstration(args, completion)
+  raise TypeError(
+    f"it gave {shown!r}; write pairs of the arguments of a call, a tuple, and "
+    "of its completion, a text"
   )
-  session.checkpoints.save(run, states)
 
 
 class _Demonstrations:
@@ -182,12 +280,14 @@ class _Demonstrations:
 
   def turns(self, task, rng: np.random.Generator) -> list[Turn]:
     make = self._makers[task.source]
-    played = make(task, rng, **self._config.sft.options)
-    shown = [
-      (member, demonstration)
-      for member in self._members
-      for demonstration in played.get(member.name, ())
-    ]
+    where = f"task {task.source}[{task.index}]"
+    with usercode.blaming("making demonstrations", where, make):
+      played = make(task, rng, **self._config.sft.options)
+      shown = [
+        (member, _checked(demonstration))
+        for member in self._members
+        for demonstration in played.get(member.name, ())
+      ]
     return [
       self._turn(i, task, member, demonstration)
       for i, (member, demonstration) in enumerate(shown)
@@ -222,10 +322,13 @@ class _Demonstrations:
     self, where: str, member, shown: Demonstration
   ) -> tuple[np.ndarray, np.ndarray]:
     """Ids of the prompt and of the completion with its end."""
-    messages = member.role.messages(member.config.template, *shown.args)
-    prompt = prompts.Chat(self._tokenizer).ask(
-      messages, self._limit[member.name], member.config.cut
-    )
+    template = member.config.template
+    code = member.role.templates.get(template)
+    with usercode.blaming(f"writing the prompt of {where}", code=code):
+      messages = member.role.messages(template, *shown.args)
+      prompt = prompts.Chat(self._tokenizer).ask(
+        messages, self._limit[member.name], member.config.cut
+      )
     if prompt.fault is not None:
       raise RunError(f"{where}: {prompt.fault.message}")
     ids = self._tokenizer.encode(shown.completion)
@@ -256,9 +359,6 @@ class _Demonstrations:
     )
 
 
-_REPORT = 50  # steps
-
-
 def _spec(sft: config_lib.Sft, backbone: Backbone) -> learner.Spec:
   """The learner of the backbone, for cross-entropy on a schedule of its own."""
   optimizer = config_lib.Optimizer(
@@ -272,45 +372,65 @@ def _spec(sft: config_lib.Sft, backbone: Backbone) -> learner.Spec:
   return dataclasses.replace(backbone.learner, loss=None, optimizer=optimizer)
 
 
-def _fit(
-  config, backbone: Backbone, stream, demonstrations, session: Session, first
-):
+def _fit(config, backbone: Backbone, demonstrations, session: Session, first):
   """`sft.steps` steps of `sft.batch_rows` demonstrations, counted from
   `first`; the state after them, or after the last before it is `stopping`."""
   sft, spec = config.sft, _spec(config.sft, backbone)
   programs = learner.programs(spec)
-  feed = _Feed(config, backbone, stream, demonstrations)
+  feed = _Feed(config, backbone, session.stream, demonstrations)
   state, done = _resume(config, backbone, programs, feed, session, first)
   temperature, live = np.ones([spec.num_agents], np.float32), np.ones(1, bool)
-  started = time.monotonic()
+  tell = _Tell(backbone.name, session)
   for step in range(done + 1, first + sft.steps + 1):
-    batch, trips = _batch(feed.rows(), backbone, config)
-    tokens = batch.mask.sum()[None]
-    batch = placement.global_batch(batch, spec.mesh)
-    data = (batch, batch.sampler_logprobs, None, batch.mask)
-    state, out = programs.train_step(
-      state, None, data, tokens, live, trips, temperature
-    )
-    stops = session.stopping()
-    last = stops or step == first + sft.steps
-    if last or (step - first) % _REPORT == 0:
-      session.report(
-        step,
-        {
-          f"loss/{backbone.name}": float(out.loss[0]),
-          f"grad_norm/{backbone.name}": float(out.grad_norm[0]),
-          "time/seconds": time.monotonic() - started,
-        },
+    with session.watch.during("step"):
+      batch, trips = _batch(feed.rows(), backbone, config)
+      tokens = batch.mask.sum()[None]
+      batch = placement.global_batch(batch, spec.mesh)
+      data = (batch, batch.sampler_logprobs, None, batch.mask)
+      state, out = programs.train_step(
+        state, None, data, tokens, live, trips, temperature
       )
+      tell.done(step, out)
+    stops = session.stopping
+    last = stops or step == first + sft.steps
+    saves = stops or step % config.checkpoint.every == 0
+    if last or saves:  # a resume keeps what was told
+      tell.rest()
     # After the last one it is saved when its folder is there.
-    if step < first + sft.steps and (
-      stops or step % config.checkpoint.every == 0
-    ):
+    if step < first + sft.steps and saves:
       saved = {backbone.name: state}
-      _save(config, session, step, saved, feed.cursor, len(feed.ready))
+      session.save(step, saved, feed.cursor, len(feed.ready))
     if last:
       break
   return state
+
+
+class _Tell:
+  """Tells of a step while the device is busy with the next one."""
+
+  def __init__(self, name: str, session: Session):
+    self._name, self._session = name, session
+    self._held: tuple[int, learner.StepOutput] | None = None
+    self._told = time.monotonic()
+
+  def done(self, step: int, out: learner.StepOutput) -> None:
+    """The step is dispatched."""
+    self.rest()
+    self._held = step, out._replace(sums=None, gap=None)
+
+  def rest(self) -> None:
+    """Waits for the step that has not been told of, if there is one."""
+    if self._held is None:
+      return
+    (step, out), self._held = self._held, None
+    found = {
+      f"loss/{self._name}": float(out.loss[0]),
+      f"grad_norm/{self._name}": float(out.grad_norm[0]),
+      f"skipped/non_finite/{self._name}": float(not out.finite[0]),
+    }
+    before, self._told = self._told, time.monotonic()
+    found["time/step_s"] = self._told - before
+    self._session.tell(step, found)
 
 
 class _Feed:

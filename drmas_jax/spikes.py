@@ -1,8 +1,8 @@
 """Batches of updates that went wrong, kept for `--mode=replay --spike`.
 
-    <workdir>/spikes/step_K/spike.json   `Spike`
-                            batch.npz    the groups of process 0 (`pack`), and
-                            batch.1.npz  of the others
+    <workdir>/spikes/step_K/batch.npz    the groups of process 0 (`pack`), and
+                            batch.1.npz  of the others, which send them to it
+                            spike.json   `Spike`; it comes last
 
 A spike is an update whose gradient is not finite, or of a norm far above those
 of the steps before (`health.Monitor.spikes`). Its groups are kept as they were:
@@ -19,14 +19,13 @@ import io
 import json
 import pathlib
 import shutil
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from drmas_jax import config as config_lib
-from drmas_jax import writers
+from drmas_jax import hosts, writers
 from drmas_jax.types import (
   Call,
   Episode,
@@ -70,7 +69,7 @@ class Spikes:
   Args:
     workdir: of the run.
     limits: number and bytes.
-    process: that of this host; each writes its own groups.
+    process: that of this host; the first one writes.
   """
 
   def __init__(
@@ -90,28 +89,34 @@ class Spikes:
     return {c for _, c in self._kept if c is not None}
 
   def save(self, spike: Spike, groups: Sequence[Group]) -> None:
-    """Keeps one, and drops the oldest where there are too many."""
+    """Keeps one, and drops the oldest where there are too many; all hosts must
+    enter it."""
     if not self._limits.spikes_kept:
       return
-    out = folder(self._workdir, spike.step)
-    out.mkdir(parents=True, exist_ok=True)
     data, limit = pack(groups), self._limits.spikes_mb
-    if len(data) <= limit * 1e6:
-      with writers.replacing(out / _name(self._process)) as file:
-        file.write(data)
+    sizes = hosts.agree("spike", {"bytes": len(data)})
+    total = sum(s["bytes"] for s in sizes) / 1e6
+    batches: list[bytes] = []
+    if total <= limit:
+      batches = hosts.to_first("spike", data)
     else:
-      print(
-        f"drmas_jax: WARNING: the batch of step {spike.step}, a spike, is not "
-        f"kept: it has {len(data) / 1e6:.0f} MB, and logging.spikes_mb="
-        f"{limit:g}",
-        file=sys.stderr,
-        flush=True,
+      hosts.say(
+        f"WARNING: the batch of step {spike.step}, a spike, is not kept: it "
+        f"has {total:.0f} MB, and logging.spikes_mb={limit:g}"
       )
     if self._process == 0:
-      about = {"format": _FORMAT} | spike._asdict()
-      writers.write_json(out / "spike.json", about)
+      self._write(spike, batches)
     self._kept.append((spike.step, spike.checkpoint))
     self._shorten()
+
+  def _write(self, spike: Spike, batches: Sequence[bytes]) -> None:
+    out = folder(self._workdir, spike.step)
+    out.mkdir(parents=True, exist_ok=True)
+    for host, batch in enumerate(batches):
+      with writers.replacing(out / _name(host)) as file:
+        file.write(batch)
+    about = {"format": _FORMAT} | spike._asdict()
+    writers.write_json(out / "spike.json", about)
 
   def go_on(self, state: Iterable[Sequence[int | None]]) -> None:
     """From the state of a checkpoint; what came after it is dropped."""
@@ -138,8 +143,10 @@ def _name(process: int) -> str:
   return f"batch.{process}.npz" if process else "batch.npz"
 
 
-def read(workdir: pathlib.Path, step: int) -> tuple[Spike, list[Group]]:
-  """A spike and its groups, of all processes.
+def read(
+  workdir: pathlib.Path, step: int
+) -> tuple[Spike, Sequence[Sequence[Group]]]:
+  """A spike and its groups, by the processes that had them.
 
   Raises:
     ConfigError: it is not there; it says which are.
@@ -147,7 +154,8 @@ def read(workdir: pathlib.Path, step: int) -> tuple[Spike, list[Group]]:
   where = folder(workdir, step)
   if not (where / "spike.json").exists():
     numbers = (
-      p.name.removeprefix("step_") for p in workdir.glob("spikes/step_*")
+      p.parent.name.removeprefix("step_")
+      for p in workdir.glob("spikes/step_*/spike.json")
     )
     known = ", ".join(map(str, sorted(map(int, numbers))))
     raise config_lib.ConfigError(
@@ -160,14 +168,15 @@ def read(workdir: pathlib.Path, step: int) -> tuple[Spike, list[Group]]:
       f"--spike={step}: {where} is of another version; use the one that wrote "
       "it"
     )
-  paths = sorted(where.glob("batch*.npz"))
-  if not paths:
+  batches: list[list[Group]] = []
+  while (path := where / _name(len(batches))).exists():
+    batches.append(unpack(path.read_bytes()))
+  if not batches:
     raise config_lib.ConfigError(
       f"--spike={step}: its batch was larger than logging.spikes_mb, and not "
       f"kept; --step={step} plays it again"
     )
-  groups = [group for path in paths for group in unpack(path.read_bytes())]
-  return Spike(**about), sorted(groups, key=lambda g: g.task.position)
+  return Spike(**about), batches
 
 
 # -- groups as bytes -----------------------------------------------------------

@@ -137,13 +137,13 @@ def play(
 ) -> Iterator[Step]:
   """Plays training steps, from number `first`, with policies that stay as they
   come."""
-  from drmas_jax import coordinator, sampling
+  from drmas_jax import building, restoring, sampling, signals
 
-  stop = coordinator.Stop(says="what this case has played is lost")
-  backbones, player = coordinator.to_sample(config, None, "", stop)
+  stop = signals.Stop(says="what this case has played is lost")
+  backbones, player = restoring.to_sample(config, None, "", stop)
   for backbone in backbones.values():
     backbone.load()
-  stream, size = coordinator.stream(config), config.data.num_tasks
+  stream, size = building.stream(config), config.data.num_tasks
   key = sampling.root_key(config.seed, "study")
   penalties = {n: a.invalid_penalty for n, a in config.agents.items()}
   try:

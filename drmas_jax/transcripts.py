@@ -40,7 +40,8 @@ still being written is no line.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,25 @@ from drmas_jax.types import Episode, Fault, Turn
 SCHEMA = 2
 
 _SINCE_2 = ("prompt_ids", "completion_ids", "reply", "call", "logprob_gap")
+
+
+def rows_of(
+  turns: Sequence[Turn], **numbers: np.ndarray
+) -> dict[int, dict[str, float | None]]:
+  """What the rows of a batch came to: {id of the turn: {name: number}}.
+
+  Args:
+    turns: [N] of the rows.
+    **numbers: [N] score, advantage and logprob_gap; NaN is none.
+  """
+  columns = [
+    [None if x != x else x for x in np.asarray(values, float).tolist()]
+    for values in numbers.values()
+  ]
+  return {
+    id(turn): dict(zip(numbers, row, strict=True))
+    for turn, *row in zip(turns, *columns, strict=True)
+  }
 
 
 def record(
@@ -66,8 +86,7 @@ def record(
     step: of training.
     kind: "train" or "eval".
     decode: (policy, ids) -> text, special tokens kept.
-    rows: {"score", "advantage", "logprob_gap"} by turn index; those that there
-      are.
+    rows: from `rows_of`; those that there are.
   """
   task, outcome = episode.task, episode.outcome
   return {
@@ -89,7 +108,7 @@ def record(
     "success": outcome and outcome.won,
     "parts": outcome and outcome.parts,
     "turns": [
-      _turn(turn, decode, (rows or {}).get(turn.index, {}))
+      _turn(turn, decode, (rows or {}).get(id(turn), {}))
       for turn in episode.turns
     ],
   }
@@ -98,8 +117,8 @@ def record(
 def _turn(
   turn: Turn, decode: Callable, row: Mapping[str, float | None]
 ) -> dict[str, Any]:
-  logprobs = np.asarray(turn.sampler_logprobs, np.float64)
   reply = turn.reply
+  logprobs = turn.sampler_logprobs.tolist()  # few, for which numpy is slow
   return {
     "index": turn.index,
     "agent": turn.agent,
@@ -126,13 +145,15 @@ def _turn(
       "cost": turn.call.cost,
     },
     "logprobs": {
-      "sum": float(logprobs.sum()),
-      "mean": float(logprobs.mean()),
-      "min": float(logprobs.min()),
+      "sum": math.fsum(logprobs),
+      "mean": math.fsum(logprobs) / len(logprobs),
+      "min": min(logprobs),
     }
-    if logprobs.size
+    if logprobs
     else None,
-    **{k: row.get(k) for k in ("logprob_gap", "score", "advantage")},
+    "logprob_gap": row.get("logprob_gap"),
+    "score": row.get("score"),
+    "advantage": row.get("advantage"),
   }
 
 

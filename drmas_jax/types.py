@@ -269,7 +269,8 @@ class Outcome:
   """What an environment says of an episode.
 
   Attributes:
-    reward: one number for the team, or one per agent's name.
+    reward: one number for the team, or one per agent's name. Where it is None
+      or not finite the episode is lost (rule 6).
     turn_rewards: extra reward by turn index (a turn left out gets 0).
     parts: named numbers behind the reward, logged.
     success: what evaluation counts; by default reward >= 1 of a team reward.
@@ -416,6 +417,9 @@ async def gather(*children: Awaitable) -> list:
   An episode's turns are ordered as the orchestra reads, children in the order
   of the arguments, whichever ends first; and so are the seeds of its sampling.
   """
+  for child in children:
+    if not hasattr(child, "send"):
+      raise TypeError(f"gather({child!r}): write gather(*coroutines)")
   return await request(GatherRequest(tuple(children)))
 
 

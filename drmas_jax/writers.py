@@ -12,7 +12,7 @@ of the methods of `Writer` that it cares for, which are those of
 `clu.metric_writers.MetricWriter` and `write_episodes`; so one of clu's can
 stand in the list (they need TensorFlow, which is why ours exist). What shows a
 run never ends it: a writer that raises is left out from then on, and a warning
-says so once.
+says so once. One that cannot be made does end it, before it has begun.
 
 Whole files are renamed into place; those that grow are cut back to a
 checkpoint's step on resume.
@@ -20,6 +20,7 @@ checkpoint's step on resume.
 
 import collections
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -28,13 +29,13 @@ import re
 import secrets
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
 from drmas_jax import config as config_lib
+from drmas_jax import usercode
 
 
 class Writer:
@@ -50,8 +51,8 @@ class Writer:
     """The flat config, once, at the start of a new run."""
 
   def write_episodes(self, episodes: Sequence[Mapping[str, Any]]) -> None:
-    """Those of the step that are written whole (`logging.transcript_groups`),
-    of this host, as lines of `transcripts`."""
+    """What this host has played in the step, as lines of `transcripts`; first
+    those that are written there."""
 
   def write_summaries(self, step, values, metadata=None) -> None: ...
 
@@ -87,12 +88,11 @@ class MultiWriter(Writer):
         getattr(writer, method)(*args, **kwargs)
       except Exception as e:
         self.writers.remove(writer)
-        where = traceback.extract_tb(e.__traceback__)[-1]
+        name = f"{type(writer).__module__}.{type(writer).__qualname__}"
+        doing = f"{method} of the writer {name}"
         print(
-          f"drmas_jax: WARNING: the writer {type(writer).__module__}."
-          f"{type(writer).__qualname__} raised {type(e).__name__}: {e} in "
-          f"{method} ({where.filename}:{where.lineno}); it gets nothing more, "
-          "and the run goes on",
+          f"drmas_jax: WARNING: {usercode.describe(e, doing)}\n"
+          "  it gets nothing more, and the run goes on",
           file=sys.stderr,
           flush=True,
         )
@@ -432,51 +432,63 @@ class Transcripts(Writer):
     folder: made if it is not there.
     limit_mb: of all files together, in 10^6 bytes; 0 writes nothing.
     resume_from: episodes of later steps are dropped at the start.
+    most: of those that are written at once, so many are kept; None: all.
   """
 
   _FILES = 8  # so that at most an eighth of what fits is dropped at a time
 
   def __init__(
-    self, folder: pathlib.Path, limit_mb: float, resume_from: int = -1
+    self,
+    folder: pathlib.Path,
+    limit_mb: float,
+    resume_from: int = -1,
+    most: int | None = None,
   ):
     self._folder = folder
-    self._limit = int(limit_mb * 1e6)
+    self._limit, self._most = int(limit_mb * 1e6), most
     folder.mkdir(parents=True, exist_ok=True)
     for path in self._paths():
       truncate_after(path, resume_from)
       if path.stat().st_size == 0:
         path.unlink()
+    # The oldest first.
     self._sizes = {p: p.stat().st_size for p in self._paths()}
 
   def _paths(self) -> list[pathlib.Path]:
     return sorted(self._folder.glob("*.jsonl"))
 
   def write_episodes(self, episodes):
-    for episode in episodes:
-      line = json_line(episode)
+    held: dict[pathlib.Path, list[bytes]] = {}
+    for episode in itertools.islice(episodes, self._most):
       # A lone surrogate becomes an escape that JSON reads back.
-      self._append(line.encode(errors="backslashreplace"))
+      line = json_line(episode).encode(errors="backslashreplace")
+      if len(line) <= self._limit:
+        held.setdefault(self._place(len(line)), []).append(line)
+    for path, lines in held.items():
+      if path in self._sizes:  # there may be more than has room
+        with open(path, "ab") as f:
+          f.write(b"".join(lines))
 
-  def _append(self, line: bytes) -> None:
-    if len(line) > self._limit:
-      return
-    path = max(self._sizes, default=self._folder / "000000.jsonl")
-    size = self._sizes.setdefault(path, 0)
-    if size and size + len(line) > self._limit // self._FILES:
+  def _place(self, num_bytes: int) -> pathlib.Path:
+    """The file for a line; makes room for it."""
+    if not self._sizes:
+      self._sizes[self._folder / "000000.jsonl"] = 0
+    path = next(reversed(self._sizes))
+    size = self._sizes[path]
+    if size and size + num_bytes > self._limit // self._FILES:
       path = self._folder / f"{int(path.stem) + 1:06}.jsonl"
       self._sizes[path] = 0
-    while sum(self._sizes.values()) + len(line) > self._limit:
-      oldest = min(self._sizes)
-      oldest.unlink()
+    while sum(self._sizes.values()) + num_bytes > self._limit:
+      oldest = next(iter(self._sizes))
+      oldest.unlink(missing_ok=True)  # it may be held still
       del self._sizes[oldest]
-    with open(path, "ab") as f:
-      f.write(line)
-    self._sizes[path] = self._sizes.get(path, 0) + len(line)
+    self._sizes[path] += num_bytes
+    return path
 
 
 def json_line(record: Mapping[str, Any]) -> str:
   """A line of a jsonl file; what JSON does not know becomes text."""
-  return json.dumps(record, default=_plain, ensure_ascii=False) + "\n"
+  return _encode(record) + "\n"
 
 
 # -- files that are replaced whole ---------------------------------------------
@@ -508,6 +520,12 @@ def _plain(value: Any) -> Any:
   if isinstance(value, (np.ndarray, np.generic)):
     return value.tolist()
   return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+# Made once, and without a look for cycles, as there may be many short lines.
+_encode = json.JSONEncoder(
+  default=_plain, ensure_ascii=False, check_circular=False
+).encode
 
 
 def read_metrics(
@@ -605,13 +623,15 @@ class RunWriter(MultiWriter):
     names: of writers, as `logging.writers` lists them.
     config: the run's, for writers of a user's own.
     transcripts_mb: limit of the transcripts on disk.
+    whole: so many episodes of a step, the first, go into the transcripts.
     resume_from: step of the checkpoint that the run goes on from; what came
       after it is cut. None: a new run, which starts from empty files.
     primary: False on all processes but the first: nothing is written.
     extra: further writers, which come last.
 
   Raises:
-    ConfigError: a writer cannot be made.
+    ConfigError: a writer is not there.
+    UserError: a writer cannot be made.
   """
 
   def __init__(
@@ -622,6 +642,7 @@ class RunWriter(MultiWriter):
     names: Sequence[str] = ("jsonl",),
     config: config_lib.Config | None = None,
     transcripts_mb: float = 64.0,
+    whole: int | None = None,
     resume_from: int | None = None,
     primary: bool = True,
     extra: Iterable[Any] = (),
@@ -631,21 +652,26 @@ class RunWriter(MultiWriter):
     if not primary:
       super().__init__(())
       return
+    self._listens = any("." in name for name in names)  # one of a user's own
     step = -1 if resume_from is None else resume_from
     self.workdir.mkdir(parents=True, exist_ok=True)
     super().__init__(
       (
         *(_make(name, config, self.workdir, step + 1) for name in names),
         Console(total_steps, first=max(step, 0)),
-        Transcripts(self.workdir / "transcripts", transcripts_mb, step),
+        Transcripts(self.workdir / "transcripts", transcripts_mb, step, whole),
         *extra,
       )
     )
 
   def write_episodes(self, episodes: Iterable[Mapping[str, Any]]) -> None:
-    """Lines of `transcripts`, made only where they are written."""
+    """Lines of `transcripts`, made only where somebody wants them.
+
+    Args:
+      episodes: all of the step that this host has played.
+    """
     if self.primary:
-      super().write_episodes(list(episodes))
+      super().write_episodes(list(episodes) if self._listens else episodes)
 
   def write_json(self, name: str, value: Any) -> None:
     """config.json, summary.json and the like."""
@@ -655,12 +681,6 @@ class RunWriter(MultiWriter):
 
 def _make(name: str, config: Any, workdir: pathlib.Path, first: int) -> Any:
   """A writer by its name; at the start of a run a fault of it ends the run."""
-  module = config_lib.load_module("writers", name)
-  try:
-    return module.make(config, workdir, first)
-  except Exception as e:
-    where = traceback.extract_tb(e.__traceback__)[-1]
-    raise config_lib.ConfigError(
-      f"logging.writers: {name!r} cannot be made: {type(e).__name__}: {e} "
-      f"({where.filename}:{where.lineno}); mend it, or remove it"
-    ) from e
+  make = config_lib.load_module("writers", name).make
+  with usercode.blaming(f"making the writer {name!r}", code=make):
+    return make(config, workdir, first)

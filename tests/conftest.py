@@ -1,4 +1,5 @@
-"""What holds for every test: 8 fake CPU devices and one compile cache.
+"""What holds for every test: 8 fake CPU devices, programs that compile fast,
+and one cache of them.
 
 The environment is set here, before anything imports jax; pytest-xdist's
 workers are children of this process and inherit it.
@@ -10,10 +11,12 @@ import shutil
 import tempfile
 
 import pytest
+import xla_flags
 
 _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8"
+  own = os.environ.get("XLA_FLAGS", "")
+  os.environ["XLA_FLAGS"] = f"{own} {xla_flags.flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the network is a defect
 _OWN_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ
@@ -33,12 +36,29 @@ def pytest_unconfigure(config):
     shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
-# The files that take longest, one worker each from the start.
-_LONG = ("test_resume.py", "test_two_hosts.py", "test_multihost.py")
+# The files that take longest come first, so that both workers end together.
+_LONG = (
+  "test_resume.py",
+  "test_adapter_run.py",
+  "test_readme.py",
+  "test_main.py",
+  "test_engine.py",
+  "test_models.py",
+  "test_learner.py",
+  "test_adapters.py",
+  "test_two_hosts.py",
+  "test_replay.py",
+  "test_evaluate.py",
+  "test_export.py",
+  "test_own_team.py",
+  "test_multihost.py",
+  "test_serve.py",
+)
 
 
 def pytest_collection_modifyitems(items):
-  items.sort(key=lambda item: item.path.name not in _LONG)
+  place = {name: i for i, name in enumerate(_LONG)}
+  items.sort(key=lambda item: place.get(item.path.name, len(_LONG)))
 
 
 @pytest.fixture(scope="session")

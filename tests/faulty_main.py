@@ -23,11 +23,11 @@ import runpy
 import signal
 import sys
 
-from drmas_jax import coordinator, hosts, placement, writers
+from drmas_jax import coordinator, hosts, placement, signals, writers
 from drmas_jax.backbone import Backbone
 
-Training = coordinator.Training
-_opened: list[str] = []
+Run = coordinator.Run
+opened: list[str] = []
 _now: dict = {"training": None, "in": "", "fired": False}
 
 
@@ -79,19 +79,19 @@ def _set_fault(number, moment, step):
   def enter(name):
     return lambda _: _now.update({"in": name})
 
-  _wrap(Training, "_collect", enter("rollout"), enter(""))
-  _wrap(Training, "evaluate", enter("evaluation"), enter(""))
-  _wrap(coordinator.Stop, "check", beat)
+  _wrap(Run, "_collect", enter("rollout"), enter(""))
+  _wrap(Run, "evaluate", enter("evaluation"), enter(""))
+  _wrap(signals.Stop, "check", beat)
   _wrap(Backbone, "update", after=updated)
   _wrap(writers.RunWriter, "flush", after=flushed)
   sys.addaudithook(audit)
 
 
-def _watch(event, args):
+def watch(event, args):
   if (
     event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
   ):
-    _opened.append(os.fsdecode(args[0]))
+    opened.append(os.fsdecode(args[0]))
 
 
 def _digest(tree) -> str:
@@ -101,28 +101,44 @@ def _digest(tree) -> str:
   return hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
 
 
+def _tell(backbone):
+  if backbone.engines:
+    digest = _digest([e.params for e in backbone.engines])
+    print(f"engines of {backbone.name}: {digest}", flush=True)
+
+
+def weights(run) -> dict:
+  """Digests of what learners and engines of this host hold."""
+  return {
+    "learner": {n: _digest(b.state) for n, b in run.backbones.items()},
+    "engine": {
+      n: _digest([e.params for e in b.engines])
+      for n, b in run.backbones.items()
+    },
+  }
+
+
 def main() -> int:
-  """SILENT_S and GRACE_S in the environment: two of the package's limits."""
+  """SILENT_S and GRACE_S in the environment: two of the package's limits. TELL:
+  a line for the weights of a policy's engines whenever they get them."""
   fault = sys.argv.pop(1)
-  for module, name in ((hosts, "SILENT_S"), (coordinator, "GRACE_S")):
+  for module, name in ((hosts, "SILENT_S"), (signals, "GRACE_S")):
     if name in os.environ:
       setattr(module, f"_{name}", float(os.environ[name]))
   if fault != "none":
     name, moment, step = fault.split(":")
     _set_fault(getattr(signal, name).value, moment, int(step))
-  _wrap(Training, "restore", lambda self: _now.update(training=self))
-  sys.addaudithook(_watch)
+  if "TELL" in os.environ:
+    _wrap(Backbone, "resume", after=_tell)
+  _wrap(Run, "restore", lambda self: _now.update(training=self))
+  sys.addaudithook(watch)
   try:
     runpy.run_module("drmas_jax.main", run_name="__main__", alter_sys=True)
   except SystemExit as e:
     code = e.code
-  said = {"tensorflow": "tensorflow" in sys.modules, "opened": _opened}
+  said = {"tensorflow": "tensorflow" in sys.modules, "opened": opened}
   if _now["training"] is not None:
-    backbones = _now["training"].backbones
-    said["learner"] = {n: _digest(b.state) for n, b in backbones.items()}
-    said["engine"] = {
-      n: _digest([e.params for e in b.engines]) for n, b in backbones.items()
-    }
+    said |= weights(_now["training"])
   print(json.dumps(said), flush=True)
   return code
 

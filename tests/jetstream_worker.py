@@ -17,8 +17,10 @@ import sys
 import time
 import types
 
+import xla_flags
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] = xla_flags.flags(2)
 
 import grpc
 import jax

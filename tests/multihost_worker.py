@@ -8,8 +8,10 @@ import signal
 import sys
 import time
 
+import xla_flags
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = xla_flags.flags(4)
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +119,15 @@ def work(index):
   check_sync(aside, unstack)
   for k in range(3):  # rounds of one name do not mix
     assert hosts.agree("again", {"k": k + index}) == [{"k": k}, {"k": k + 1}]
-  print("worked", flush=True)
+  data = bytes([7 + index]) * (2_500_000 + index)
+  sent = hosts.to_first("bytes", data)
+  assert list(map(len, sent)) == ([] if index else [2_500_000, 2_500_001])
+  assert not sent or (sent[0] == data and set(sent[1]) == {8})
+  try:
+    hosts.check_alike("config", {"seed": index})
+  except config_lib.ConfigError as e:
+    assert "seed: is 0 on host 0, and 1 on host 1" in str(e)
+    print("worked", flush=True)
 
 
 def wait_for_all(mesh, timeout_s=None):

@@ -8,10 +8,12 @@ import json
 import os
 import pathlib
 import runpy
+import socket
 import subprocess
 import sys
 
 import numpy as np
+import xla_flags
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 5
@@ -40,7 +42,7 @@ def get_config():
 def start(workdir, *flags, fault=None, num_devices=1, **env):
   """The command in a process of its own, with a fault of faulty_main.py."""
   command = ["-m", "drmas_jax.main"] if fault is None else [FAULTY, fault]
-  devices = f"--xla_force_host_platform_device_count={num_devices}"
+  xla = xla_flags.flags(num_devices)
   return subprocess.Popen(
     [
       sys.executable,
@@ -49,7 +51,7 @@ def start(workdir, *flags, fault=None, num_devices=1, **env):
       f"--workdir={workdir}",
       *flags,
     ],
-    env=os.environ | {"XLA_FLAGS": devices, "PYTHONPATH": str(ROOT)} | env,
+    env=os.environ | {"XLA_FLAGS": xla, "PYTHONPATH": str(ROOT)} | env,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
@@ -63,6 +65,21 @@ def finish(process, timeout_s=300):
   finally:
     process.kill()
   return process.returncode, output
+
+
+def finish_all(processes):
+  """[(exit code, what it said)] of processes that wait for each other."""
+  try:
+    return [finish(p) for p in processes]
+  finally:
+    for p in processes:
+      p.kill()
+
+
+def free_port():
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return s.getsockname()[1]
 
 
 def run(workdir, *flags, **kwargs):
@@ -80,6 +97,40 @@ def metrics(workdir):
       if not measured and not name.endswith("_per_s"):
         found[record["step"], name] = value
   return found
+
+
+# What of a step depends on how many engines there are, and the alarms.
+_OF_ENGINES = (
+  *("parked/", "prefilled_", "prefix_", "slot_", "spilled/"),
+  "alarms/",
+)
+
+
+def assert_close(one, two, step):
+  """What a step on different devices came to, and the states behind it."""
+  assert_close_metrics(one, two, step)
+  ours, theirs = state(one, step), state(two, step)
+  assert ours.keys() == theirs.keys()
+  for name in ours:
+    np.testing.assert_allclose(
+      ours[name], theirs[name], rtol=1e-3, atol=1e-5, err_msg=str(name)
+    )
+
+
+def assert_close_metrics(one, two, step):
+  """Of a step on different devices: the same, up to rounding."""
+  ours, theirs = (
+    {
+      name: value
+      for (at, name), value in metrics(workdir).items()
+      if at == step and not name.startswith(_OF_ENGINES)
+    }
+    for workdir in (one, two)
+  )
+  assert ours.keys() == theirs.keys()
+  for name, value in ours.items():
+    error = abs(value - theirs[name])
+    assert error <= 1e-4 + 1e-3 * abs(value), (name, value, theirs[name])
 
 
 def transcripts(workdir):

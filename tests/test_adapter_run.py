@@ -1,12 +1,16 @@
 """A run whose policies are adapters on one backbone, end to end."""
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 import small_run
+import xla_flags
 from safetensors.numpy import load_file
 
 from drmas_jax import backbone, checkpoint, export, placement
@@ -134,6 +138,111 @@ def test_learner_and_engine_read_one_copy_of_the_weights():
   before = jax.device_get(made.state)
   made.put(states)
   jax.tree.map(np.testing.assert_array_equal, before, made.state)
+
+
+# -- on two hosts --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+  """(folder, what each host said of itself) of two_hosts_worker.py."""
+  folder = tmp_path_factory.mktemp("pair")
+  worker = CONFIG.with_name("two_hosts_worker.py")
+  port = small_run.free_port()
+  ended = small_run.finish_all(
+    [
+      subprocess.Popen(
+        [sys.executable, worker, str(i), str(port), folder],
+        env=os.environ
+        | {"XLA_FLAGS": xla_flags.flags(2), "PYTHONPATH": str(small_run.ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+      )
+      for i in range(2)
+    ]
+  )
+  for code, said in ended:
+    assert code == 0, said
+  return folder, [json.loads(said.splitlines()[-1]) for _, said in ended]
+
+
+def test_two_hosts_are_as_one(job, pair):
+  """As far as the one has come: two steps, their evaluations and weights."""
+  run = pair[0] / "run"
+  for step in (1, 2):
+    small_run.assert_close_metrics(job, run, step)
+  for policy in ("solver", "verifier"):
+    ours, theirs = (params(w, policy)[1] for w in (run, job))
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
+      ours,
+      theirs,
+    )
+
+
+def test_hosts_end_with_the_same_weights(pair):
+  """And the fork of a run as that run, bit for bit."""
+  folder, (one, other) = pair
+  assert one["weights"] == other["weights"]
+  run, fork = one["weights"]
+  assert run == fork and len(run["learner"]) == 1
+  found = [small_run.metrics(folder / n) for n in ("run", "fork")]
+  assert found[1] == {k: v for k, v in found[0].items() if k[0] > 2}
+
+
+def test_the_first_host_alone_writes(pair):
+  """But for checkpoints, and evaluations while they are played."""
+  folder, said = pair
+  first, second = (
+    {
+      pathlib.Path(p).relative_to(folder)
+      for p in own["opened"]
+      if pathlib.Path(p).is_relative_to(folder)
+    }
+    for own in said
+  )
+  kinds = {path.parts[1] for path in first}
+  for own in ("run", "fork", "run/eval/step_3"):  # which all must see
+    assert pathlib.Path(own, ".hosts") in first
+  assert kinds > {"metrics.jsonl", "checkpoints", "spikes", "replay", "eval"}
+  for path in second:
+    played = path.parts[1] == "eval" and path.name.endswith(".1.jsonl")
+    assert path.parts[1] == "checkpoints" or played, path
+
+
+def test_a_host_without_a_row(pair):
+  """All of the last step's rows are of the other one."""
+  found = small_run.metrics(pair[0] / "run")
+  assert found[3, "episodes_failed/team"] == 8
+  for policy in ("solver", "verifier"):
+    assert found[3, f"grad_norm/{policy}"] > 0
+
+
+def test_two_hosts_replay_a_step_bit_for_bit(pair):
+  folders = [pair[0] / "run" / "replay" / n for n in ("step_3", "spike_3")]
+  step, spike = (json.loads((f / "replay.json").read_text()) for f in folders)
+  assert step["compared"] == spike["compared"] == {"3": []}
+  assert step["estimators"] == spike["estimators"]
+  for name in ("rows", "episodes"):
+    one, two = (
+      [json.loads(x) for x in (f / f"{name}.jsonl").read_text().splitlines()]
+      for f in folders
+    )
+    assert one == two and len(one) == 16  # 8 rows of either agent
+    assert {p.name for f in folders for p in f.iterdir()} == {
+      *("summary.md", "replay.json", "rows.jsonl", "episodes.jsonl"),
+    }
+  assert len({(str(e["task"]), e["episode"]) for e in one}) == 16
+  norms = [row["norm"] for row in step["most"]]
+  assert norms == sorted(norms, reverse=True) and norms[0] > 0
+
+
+def test_two_hosts_evaluate_as_they_did_in_the_run(pair):
+  run = pair[0] / "run"
+  found = json.loads((run / "eval" / "step_3" / "results.json").read_text())
+  after = json.loads((run / "summary.json").read_text())["after"]
+  assert found["summary"] == after
 
 
 @pytest.mark.slow

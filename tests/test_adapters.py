@@ -81,6 +81,51 @@ def test_a_row_is_that_of_its_policys_merged_weights(base):
   assert np.abs(found[0] - hidden(base, asked)[0]).max() > 0.1
 
 
+def gradient(params, tree, asked, model):
+  def total(tree):
+    found, _ = transformer.forward(
+      params | {"adapters": tree}, asked, config=model
+    )
+    return jnp.sum(jnp.sin(found))
+
+  return jax.grad(total)(tree)
+
+
+@pytest.mark.quick
+def test_layers_that_lie_apart_have_the_same_gradient(base):
+  found = [
+    jax.jit(gradient, static_argnums=3)(
+      params, some_adapters(), inputs([1, 0, 2, 1]), MODEL
+    )
+    for params in (base, transformer.unstack(base))
+  ]
+  learning.assert_same(*found)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_layers_that_lie_apart_are_one_program(base, remat):
+  """An engine's are its learner's, too. It is as long for six as for two, and
+  of the weights nothing is kept for the backward pass but they themselves."""
+
+  def program(num_layers):
+    model = dataclasses.replace(MODEL, remat=remat, num_layers=num_layers)
+    layers = transformer.unstack(base)["layers"][:1] * num_layers
+    more = jax.tree.map(
+      lambda x: np.repeat(x[:, :1], num_layers, 1), some_adapters()
+    )
+    return str(
+      jax.make_jaxpr(gradient, static_argnums=3)(
+        base | {"layers": layers}, more, inputs([1, 0, 2, 1]), model
+      )
+    )
+
+  few, many = program(2), program(6)
+  assert few.count("dot_general") == many.count("dot_general") > 40
+  assert "f32[32,48]" in many
+  assert "f32[6,32," not in many and "f32[6,48," not in many
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["q", "o", "down"])
 def test_both_forms_of_the_product_are_one(name):
@@ -226,9 +271,26 @@ def test_the_same_on_a_slice(base):
   learning.assert_same(one[1].params, many[1].params)
 
 
+def aside(spec):
+  """With its optimizer's state in the host's memory."""
+  rule = dataclasses.replace(spec.optimizer, offload=True)
+  return dataclasses.replace(spec, optimizer=rule)
+
+
+def test_an_offloaded_state_is_in_the_hosts_memory(base):
+  here, there = (
+    update(spec, base, learning.ADVANTAGES, owner=(0, 1), live=(True, False))
+    for spec in (make_spec(), aside(make_spec()))
+  )
+  learning.assert_same(here[1], there[1], atol=1e-6)
+  assert there[1].step.tolist() == [1, 0]
+
+
 @pytest.mark.quick
-def test_states_apart_and_together():
+@pytest.mark.parametrize("offload", [False, True])
+def test_states_apart_and_together(offload):
   spec = make_spec(learning.make_mesh(1, 2, 2))
+  spec = aside(spec) if offload else spec
   params = jax.device_put(some_adapters(), learner.trainable_shardings(spec))
   state = learner.programs(spec).init(params)
   each = learner.split(spec, state)
@@ -238,11 +300,17 @@ def test_states_apart_and_together():
     np.testing.assert_array_equal(
       one.params["mlp"]["up"]["a"], state.params["mlp"]["up"]["a"][k]
     )
-  del where
   again = learner.join(spec, each)
-  for a, b in zip(*map(jax.tree.leaves, (state, again)), strict=True):
+  for a, b, s in zip(*map(jax.tree.leaves, (state, again, where)), strict=True):
     np.testing.assert_array_equal(a, b)
     assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    kind = a.sharding.memory_kind
+    assert kind == b.sharding.memory_kind == s.memory_kind
+  moments = each[0].opt_state["mlp"]["up"]["a"]
+  kinds = {
+    x.sharding.memory_kind for x in jax.tree.leaves(moments) if x.ndim > 2
+  }
+  assert kinds == {"pinned_host" if offload else "device"}
 
 
 # -- folders -------------------------------------------------------------------

@@ -34,13 +34,15 @@ FLOORS = (
   ),
   (
     *("tokenizer", "prompts", "data", "pages", "scheduler", "prefixes"),
-    *("sampler", "replicas", "remote", "rollout", "watchdog"),
+    *("sampler", "replicas", "remote", "outside", "plays", "rollout"),
+    *("watchdog",),
     *("checkpoint", "export", "folders"),
     *("backbone", "sft", "writers", "records", "evaluate", "serving"),
+    *("signals", "building", "restoring", "resample", "watching"),
     *("manifest", "compare", "figures", "charts", "report", "transcripts"),
     *("spikes",),
   ),
-  ("coordinator",),
+  ("training", "coordinator"),
   ("main", "serve", "study", "show", "replay", "check", "notebook"),
 )
 FLOOR = {name: i for i, floor in enumerate(FLOORS) for name in floor}

@@ -163,13 +163,23 @@ WRONG = [
   # -- bounds
   ("steps=0", "steps: 0 is out of range; write a finite value >= 1"),
   (
+    "seed=4294967296",  # for jax the same as 0
+    "seed: 4294967296 is out of range; write a finite value >= 0 and < "
+    "4294967296",
+  ),
+  (
+    "eval.sampling.top_k=2147483648",  # more than the device can count
+    "eval.sampling.top_k: 2147483648 is out of range; write a finite value >= "
+    "0 and < 2147483648",
+  ),
+  (
     "data.group_size=0",
     "data.group_size: 0 is out of range; write a finite value >= 1",
   ),
   (
     "agents.solver.sampling.temperature=-1",
     "agents.solver.sampling.temperature: -1.0 is out of range; write a finite "
-    "value >= 0",
+    "value >= 0 and <= 100",
   ),
   (
     "agents.solver.sampling.top_p=0",
@@ -270,12 +280,6 @@ WRONG = [
     "policies.bob.optimizer.momentum=0.9",
     "policies.bob.optimizer.momentum: has no effect with "
     "optimizer.name='adamw'; remove it",
-  ),
-  (
-    "policies.bob={'checkpoint': 'x', 'adapter': {'rank': 2}, 'optimizer': "
-    "{'offload': True}}",
-    "policies.bob.optimizer.offload: has no effect with an adapter, "
-    "whose state stays on the device; remove it",
   ),
   (
     "policies.bob.optimizer={'name': 'adafactor', 'b2': 0.95}",
@@ -461,7 +465,12 @@ WRONG = [
   (
     "agents.solver.sampling.temperature=0",
     "agents.solver.sampling.temperature: 0 is greedy and teaches nothing; "
-    "write a value > 0 (eval.sampling may be greedy)",
+    "write a value >= 0.01 (eval.sampling may be greedy)",
+  ),
+  (
+    "agents.solver.sampling.temperature=1e-60",  # 0 in float32
+    "agents.solver.sampling.temperature: 1e-60 is greedy and teaches nothing; "
+    "write a value >= 0.01 (eval.sampling may be greedy)",
   ),
   (
     "policies.alice.row_buckets=[64, 32]",

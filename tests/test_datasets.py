@@ -815,6 +815,9 @@ def test_a_big_file_is_not_held_in_memory(tmp_path):
       "t.jsonl:1: no field 'answer'; it has question; ",
     ),
     ("\n\n{oops", {}, r"t\.jsonl:3: not JSON \(Expecting"),
+    pytest.param(
+      "[" * 100_000, {}, r"t\.jsonl:1: not JSON \(.*; mend the line", id="deep"
+    ),
     ("[1]", {}, r"t\.jsonl:1: list, not a JSON object"),
     (
       '{"question": "q", "answer": ""}',

@@ -17,7 +17,6 @@ from test_rollout import Role, Scripted
 
 from drmas_jax import (
   compare,
-  coordinator,
   evaluate,
   hosts,
   main,
@@ -654,6 +653,6 @@ def test_markdown():
 @pytest.mark.quick
 def test_an_evaluation_that_lost_too_much_says_so():
   kept = evaluation(2, one=scores([[1, 0], [0, 0]], ok=[[1, 1], [0, 0]]))
-  coordinator._check_lost(kept, 0.5)
+  evaluate._check_lost(kept, 0.5)
   with pytest.raises(RunError, match="2 of 4 episodes failed; allowed is"):
-    coordinator._check_lost(kept, 0.4)
+    evaluate._check_lost(kept, 0.4)

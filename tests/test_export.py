@@ -19,8 +19,9 @@ from safetensors.numpy import load_file, save_file
 
 from drmas_jax import (
   backbone,
+  building,
   checkpoint,
-  coordinator,
+  evaluate,
   export,
   placement,
   sft,
@@ -393,7 +394,7 @@ def test_a_name_that_means_nothing(made, name, message, tmp_path):
     "eval",
   )
   with pytest.raises(config_lib.ConfigError) as e:
-    coordinator.main(config, tmp_path / "new", mode="eval")
+    evaluate.main(config, tmp_path / "new")
   assert str(e.value).startswith("policies.verifier.checkpoint='run:")
   assert message in str(e.value)
   assert not (tmp_path / "new").exists()
@@ -456,7 +457,7 @@ def test_a_run_starts_from_a_policy_of_another(job):
   """Laid on the slice of the new run, here 8 devices."""
   name = f"run:{job}/verifier"
   config = config_lib.read(CONFIG, [f"policies.solver.checkpoint={name}"])
-  backbones = coordinator._build(coordinator._pinned(config))
+  backbones = building.build(building.begin(config))
   solver = backbones["solver"]
   assert solver.policy.checkpoint == f"{name}@1"
   solver.load()
@@ -492,7 +493,7 @@ def test_sft_writes_what_it_has_when_it_is_stopped(tmp_path, monkeypatch):
   one = functools.partial(placement.plan, devices=jax.devices()[:1])
   monkeypatch.setattr(placement, "plan", one)
   config = config_lib.read(CONFIG, ["sft.batch_rows=8"], "sft")
-  assert coordinator.main(config, tmp_path, mode="sft") == 130
+  assert sft.main(config, tmp_path) == 130
   assert len(steps) == 2
   assert [p.name for p in (tmp_path / "policies").iterdir()] == ["solver"]
   out = tmp_path / "policies" / "solver"

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from drmas_jax import rollout, types
+from drmas_jax import plays, types
 from drmas_jax.grading import pool
 
 pytestmark = pytest.mark.quick
@@ -75,7 +75,7 @@ def test_a_worker_that_dies_is_a_fault_of_no_clock(workers):
 def test_faults_lose_the_episode_and_say_whether_a_clock_decided():
   for clock in (True, False):
     late = pool.GraderFault("late", clock)
-    fault = rollout._outside_fault("reward", late, "a limit", None, None)
+    fault = plays.outside_fault("reward", late, "a limit", None, None)
     assert (fault.kind, fault.wall_clock) == ("reward", clock)
     assert "late" in fault.message
   assert issubclass(pool.GraderFault, types.TransientError)

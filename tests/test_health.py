@@ -285,6 +285,20 @@ def test_one_spike_is_no_alarm_and_an_update_without_a_norm_is_a_spike():
 
 
 @pytest.mark.quick
+def test_fine_tuning_has_other_keys_to_turn():
+  monitor = health.Monitor(make_config(), "sft")
+  norms = [0.2, 0.21, 0.19] * 5 + [9.0, 0.2, 9.0]
+  seen = [
+    monitor.see(step, {"loss/p": 1.0, "grad_norm/p": norm})
+    for step, norm in enumerate(norms, 1)
+  ]
+  assert [len(s.begun) for s in seen] == [0] * 17 + [1]
+  (alarm,) = seen[-1].begun
+  assert alarm.name == "norm_spike" and "lower sft.learning_rate" in alarm.text
+  assert "replay" not in alarm.text and "advantage" not in alarm.text
+
+
+@pytest.mark.quick
 def test_what_a_spike_is():
   limits = config_lib.Health()
   calm = [0.2, 0.21, 0.19, 0.2, 0.22, 0.18, 0.2, 0.2, 0.21, 0.19]

@@ -1,6 +1,7 @@
 """The command end to end, cut to a few steps; what it refuses, and how."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -12,12 +13,15 @@ from safetensors.numpy import load_file, save_file
 
 from drmas_jax import (
   backbone,
-  coordinator,
+  building,
+  checkpoint,
   main,
   placement,
   rewards,
   rollout,
   sampling,
+  show,
+  training,
 )
 from drmas_jax import config as config_lib
 from drmas_jax.tokenizer import Tokenizer
@@ -35,7 +39,11 @@ def job(tmp_path_factory):
   """(workdir, what it said of itself) of the job, as a user starts it."""
   workdir = tmp_path_factory.mktemp("runs") / "deep" / "job"
   code, said = small_run.run(
-    workdir, "--config.steps=3", "--config.eval.every=2", fault="none"
+    workdir,
+    "--config.steps=3",
+    "--config.eval.every=2",
+    "--config.logging.transcript_groups=4",
+    fault="none",
   )
   assert code == 0, said
   return workdir, said
@@ -62,7 +70,7 @@ def test_it_leaves_what_a_user_looks_for(job):
   (events,) = (workdir / "tensorboard").iterdir()
   assert events.stat().st_size > 1000
   episodes = small_run.transcripts(workdir)
-  assert len(episodes) == 3 * 2 * 4  # 2 groups of 4 of every step
+  assert len(episodes) == 3 * 4 * 4  # 4 groups of 4 of every step
   first = episodes[0]
   assert first["kind"] == "train" and first["status"] == "ok"
   assert [t["agent"] for t in first["turns"]][:2] == ["solver", "verifier"]
@@ -103,7 +111,9 @@ BY_AGENT = (
   *("entropy", "completion_length", "truncated", "valid", "turn_faults"),
   *("singleton_groups", "zero_variance_groups"),
 )
-BY_TRAINED_AGENT = ("clip_fraction", "logprob_gap", "logprob_gap_max")
+BY_TRAINED_AGENT = (
+  *("clip_fraction", "logprob_gap", "logprob_gap_max", "sequence_ratio_max"),
+)
 
 
 def test_the_metrics(job):
@@ -131,6 +141,35 @@ def test_the_metrics(job):
     assert found[step, "episodes/team"] == 16
     assert found[step, "episodes_failed/team"] == 0
   assert None not in found.values()
+
+
+def test_a_run_writes_what_its_turns_came_to(job, capsys):
+  workdir, _ = job
+  records = small_run.transcripts(workdir)
+  tokenizers = {n: Tokenizer.load(TINY / n) for n in ("solver", "verifier")}
+  gaps = []
+  for record in records:
+    for one in record["turns"]:
+      ids = one["prompt_ids"]
+      assert one["prompt"] == tokenizers[one["policy"]].decode(ids, True)
+      assert one["prompt_tokens"] == len(ids)
+      assert one["completion_tokens"] == len(one["completion_ids"])
+      # What is in an update has a gap; without a signal it is in none.
+      assert (one["logprob_gap"] is None) == (one["advantage"] == 0)
+      if one["logprob_gap"] is not None:
+        gaps.append((record["step"], one["agent"], one))
+  assert gaps
+  metrics = small_run.metrics(workdir)
+  for step in (1, 2, 3):
+    for agent in ("solver", "verifier"):
+      own = [t for s, a, t in gaps if (s, a) == (step, agent)]
+      if own:  # the metric is the mean over tokens
+        sizes = [t["completion_tokens"] for t in own]
+        mean = np.average([t["logprob_gap"] for t in own], weights=sizes)
+        want = metrics[step, f"logprob_gap/{agent}"]
+        np.testing.assert_allclose(mean, want, rtol=1e-3)
+  assert show.main([str(workdir), "--agent", "verifier"]) == 0
+  assert "verdict" in capsys.readouterr().out
 
 
 def test_the_first_updates_ratio_is_one(job):
@@ -163,7 +202,14 @@ def call(workdir, *flags, config=CONFIG):
   return main.main([f"--config={config}", f"--workdir={workdir}", *flags])
 
 
-def test_a_run_that_cannot_go_on_keeps_what_it_has(tmp_path, capsys):
+@pytest.fixture
+def one_of_8(monkeypatch):
+  """A run has a single device, whose programs are those of `job`."""
+  one = functools.partial(placement.plan, devices=jax.devices()[:1])
+  monkeypatch.setattr(placement, "plan", one)
+
+
+def test_a_run_that_cannot_go_on_keeps_what_it_has(tmp_path, capsys, one_of_8):
   """Exit 3; the steps since the last checkpoint are saved before."""
   flags = ("--config.eval.num_tasks=0", "--config.checkpoint.every=100")
   assert call(tmp_path, *flags, "--config.steps=1") == 0
@@ -179,14 +225,14 @@ def test_a_run_that_cannot_go_on_keeps_what_it_has(tmp_path, capsys):
 
 
 def test_steps_before_a_failure_are_saved(tmp_path, monkeypatch):
-  whole = coordinator.Training._check_failures
+  whole = training.Training._check_failures
 
   def fails(self, shares):
     if self.step_done == 2:
       raise RunError("the third step cannot be")
     whole(self, shares)
 
-  monkeypatch.setattr(coordinator.Training, "_check_failures", fails)
+  monkeypatch.setattr(training.Training, "_check_failures", fails)
   flags = ("--config.eval.num_tasks=0", "--config.checkpoint.every=100")
   assert call(tmp_path, *flags) == 3
   assert (tmp_path / "checkpoints" / "2").is_dir()
@@ -227,15 +273,15 @@ def check_slices(backbones):
 def test_two_policies_on_disjoint_slices(tmp_path, monkeypatch, capsys):
   """And a step in which all rewards are equal (rule 12): one token is no
   answer, so nobody is right and nobody is updated, which is said (M16)."""
-  monkeypatch.setattr(coordinator, "_FIRST", 2)
+  monkeypatch.setattr(training, "_FIRST", 2)
   built = {}
-  build = coordinator.Training.__init__
+  build = training.Training.__init__
 
   def spy(self, config, backbones, *args):
     built.update(backbones)
     build(self, config, backbones, *args)
 
-  monkeypatch.setattr(coordinator.Training, "__init__", spy)
+  monkeypatch.setattr(training.Training, "__init__", spy)
   workdir = tmp_path / "run"
   assert call(workdir, *SPLIT, "--config.steps=2") == 0
   assert "WARNING" not in capsys.readouterr().err
@@ -257,6 +303,38 @@ def test_two_policies_on_disjoint_slices(tmp_path, monkeypatch, capsys):
       assert (step, f"grad_norm/{name}") not in found
       assert found[step, f"kappa_groups/{name}"] == 0
   assert None not in found.values()
+
+
+def test_a_run_goes_on_on_other_devices(job, tmp_path, capsys):
+  """Of 1 to 4 and 4, from these to 8 for both, and from these to 1 again."""
+  workdir = shutil.copytree(job[0], tmp_path / "copy")
+  shutil.rmtree(workdir / "checkpoints" / "3")
+  assert call(workdir, *SPLIT, "--config.steps=3", "--config.eval.every=2") == 0
+  assert f"goes on from step 2 of {workdir}" in capsys.readouterr().err
+  small_run.assert_close(workdir, job[0], 3)
+  # A fork saves at once what it begins with.
+  fork, alone = tmp_path / "fork", "--config.eval.num_tasks=0"
+  flags = (f"--fork={workdir}@3", "--config.steps=3", alone)
+  assert call(fork, *flags) == 0
+  assert "8 device(s)" in capsys.readouterr().err
+  small_run.assert_equal(small_run.state(fork, 3), small_run.state(workdir, 3))
+  ours, theirs = (
+    checkpoint.Checkpoints(w, read_only=True).run(3) for w in (fork, workdir)
+  )
+  for name in ("cursor", "versions", "score"):
+    assert getattr(ours, name) == getattr(theirs, name)
+  for name in ("averages", "before", "deterministic", "folders", "health"):
+    assert ours.extra[name] == theirs.extra[name]
+  more = ("--config.steps=4", alone)
+  assert call(workdir, *SPLIT, *more) == 0
+  with pytest.MonkeyPatch.context() as patch:
+    one = functools.partial(placement.plan, devices=jax.devices()[:1])
+    patch.setattr(placement, "plan", one)
+    capsys.readouterr()
+    assert call(fork, *more) == 0
+  said = capsys.readouterr().err
+  assert "1 device(s)" in said and f"goes on from step 3 of {fork}" in said
+  small_run.assert_close(workdir, fork, 4)
 
 
 def test_eval_mode_leaves_a_run_alone(job, tmp_path, capsys):
@@ -411,7 +489,7 @@ def play(config, backbones):
   made = rollout.Rollout(
     rollout.Team(config), {n: b.sampler for n, b in backbones.items()}, config
   )
-  tasks = coordinator.stream(config).tasks(0, config.data.num_tasks)
+  tasks = building.stream(config).tasks(0, config.data.num_tasks)
   key = sampling.root_key(config.seed, "train")
   try:
     return made.collect(tasks, config.data.group_size, key)

@@ -400,6 +400,19 @@ def update(norms=None, finite=True, kl=None, tokens=4.0):
   return SimpleNamespace(output=output, live=np.array([True]), norms=norms)
 
 
+def test_gaps_of_tokens_add_up_over_a_completion():
+  """Case G13: 0.012 over 100 tokens."""
+  played = [episode(turn("a", length=n), turn("b", 1)) for n in (100, 10, 9)]
+  rows = rewards.row_scores([types.Group(TASK, played)], {"a": 0.0, "b": 0.0})
+  gaps = np.array([0.012, np.nan, 0.04, np.nan, np.nan, np.nan])
+  found = metrics.sequence_ratios(rows, gaps, ["a", "b"])
+  assert found == {"sequence_ratio_max/a": pytest.approx(3.32, abs=1e-3)}
+  found = metrics.sequence_ratios(rows, gaps + 9, ["a", "b"])
+  assert np.isfinite(found["sequence_ratio_max/a"])
+  none = rewards.row_scores([], {"a": 0.0})
+  assert metrics.sequence_ratios(none, np.zeros(0), ["a"]) == {}
+
+
 def test_an_update_that_was_skipped_says_nothing():
   """Rule 12: no metric is NaN."""
   both, one = {"p": {"a": 0, "b": 1}}, {"p": {"a": 0}}

@@ -413,11 +413,17 @@ def test_saved_and_gone_on_with(tmp_path):
   reason="needs the package libtpu, which compiles for TPUs",
 )
 @pytest.mark.parametrize(
-  "rule", ["adamw", pytest.param("muon", marks=pytest.mark.slow)]
+  "what",
+  [
+    "adamw",
+    pytest.param("muon", marks=pytest.mark.slow),
+    pytest.param("adamw adapters", marks=pytest.mark.slow),
+  ],
 )
-def test_an_offloaded_state_compiles_for_a_tpu(root, rule):
+def test_an_offloaded_state_compiles_for_a_tpu(root, what):
+  worker = root / "tests" / "tpu_optimizers.py"
   done = subprocess.run(
-    [sys.executable, root / "tests" / "tpu_optimizers.py", "v5e:2x2", rule],
+    [sys.executable, worker, "v5e:2x2", *what.split()],
     capture_output=True,
     text=True,
     timeout=400,

@@ -3,13 +3,14 @@
 import ast
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 
 import pytest
+import readme
 import small_run
+import xla_flags
 
 from drmas_jax import config as config_lib
 
@@ -22,22 +23,12 @@ CHANGES = {
   "policies.two.engine.prefill_buckets": [44],
   "policies.one.row_buckets": [56],
   "policies.two.row_buckets": [56],
+  "policies.one.micro_tokens": 1792,
+  "policies.two.micro_tokens": 1792,
   "logging.agent_norm_every": 0,
   "eval.num_tasks": 2,
   "eval.k": 1,
 }
-
-
-def start(folder, *command):
-  return subprocess.run(
-    [sys.executable, *command],
-    cwd=folder,
-    env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(small_run.ROOT)},
-    capture_output=True,
-    text=True,
-    timeout=280,
-    check=False,
-  )
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +41,22 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(folder):
-  """The command's two steps: what it said."""
-  flags = [f"--config.{key}={value}" for key, value in CHANGES.items()]
-  config = "--config=own_team/config.py"
-  done = start(folder, "-m", "drmas_jax.main", config, *flags)
-  assert done.returncode == 0, done.stderr
-  return done.stdout + done.stderr
+  """What the README's commands, a check and two steps, said."""
+  return readme.bash(readme.block("--config own_team"), folder, CHANGES)
 
 
 @pytest.fixture(scope="module")
 def notebook(folder, straight):
-  script = str(small_run.ROOT / "tests" / "own_notebook.py")
-  done = start(folder, script, str(folder), json.dumps(CHANGES))
+  script = small_run.ROOT / "tests" / "own_notebook.py"
+  done = subprocess.run(
+    [sys.executable, script, folder, json.dumps(CHANGES)],
+    env=os.environ
+    | {"XLA_FLAGS": xla_flags.flags(), "PYTHONPATH": str(small_run.ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=280,
+    check=False,
+  )
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout.splitlines()[-1])
 
@@ -75,6 +70,7 @@ def test_it_trains_and_evaluates(folder, straight):
   assert {found[step, "valid/judge"] for step in (1, 2)} == {1.0}
   rewards = [found[1, f"reward/{who}"] for who in ("left", "right", "judge")]
   assert len(set(rewards)) == 3, "each agent has a reward of its own"
+  assert "the task was played to its end" in straight  # by the check
   assert "before" in straight and "after" in straight
 
 
@@ -161,10 +157,3 @@ def test_it_is_small_and_needs_types_alone():
       elif isinstance(node, ast.ImportFrom):
         imported.add(node.module)
   assert {n for n in imported if n.startswith("drmas")} == {"drmas_jax.types"}
-
-
-@pytest.mark.quick
-def test_readme_shows_it_in_full():
-  text = (small_run.ROOT / "README.md").read_text()
-  blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", text, re.M | re.S)
-  assert blocks[2] == (OWN / "debate.py").read_text()

@@ -11,10 +11,10 @@ import pytest
 from drmas_jax import (
   backbone,
   batching,
-  coordinator,
   learner,
   placement,
   rewards,
+  training,
 )
 from drmas_jax import config as config_lib
 from drmas_jax.models import transformer
@@ -245,8 +245,8 @@ def test_policies_take_turns():
     "c": config_lib.Policy("x"),
     "d": config_lib.Policy("x", frozen=True),
   }
-  training = object.__new__(coordinator.Training)
-  training.config = config_lib.Config(
+  made = object.__new__(training.Training)
+  made.config = config_lib.Config(
     policies,
     agents={},
     orchestra=config_lib.Orchestra("single"),
@@ -254,6 +254,6 @@ def test_policies_take_turns():
     data=config_lib.Data({}),
   )
   due = []
-  for training.step_done in range(4):
-    due.append("".join(training._due()))
+  for made.step_done in range(4):
+    due.append("".join(made._due()))
   assert due == ["ac", "bc", "ac", "bc"]

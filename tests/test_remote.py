@@ -14,6 +14,7 @@ import faulty_remote
 import numpy as np
 import pytest
 import small_run
+import xla_flags
 from faulty_remote import FAULTS, Late, Raw, Status
 from test_rollout import Scripted
 
@@ -683,7 +684,7 @@ def job(tmp_path_factory):
       cwd=small_run.ROOT,
       env=os.environ
       | {
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": xla_flags.flags(),
         "PYTHONPATH": str(small_run.ROOT),
         "XDG_CACHE_HOME": str(folder / "cache"),
         "TEST_KEY": KEY,

@@ -16,6 +16,7 @@ from drmas_jax import (
   main,
   placement,
   replay,
+  rollout,
   spikes,
 )
 from drmas_jax import config as config_lib
@@ -83,7 +84,9 @@ def files(workdir):
 def played(job):
   """replay.json of the steps 3 and 4; the run stays as it was."""
   before = files(job)
-  assert call(job, *FLAGS, "--mode=replay", "--step=4") == 0
+  # Also where an alarm would have ended the run.
+  stop = "--config.health.stop_on=['norm_spike']"
+  assert call(job, *FLAGS, "--mode=replay", "--step=4", stop) == 0
   assert call(job, *FLAGS, "--mode=replay", "--step=3") == 0
   assert files(job) == before
   return {
@@ -145,7 +148,7 @@ def test_a_spike_needs_no_rollout(job, played, monkeypatch):
   def never(*_):
     raise AssertionError("something was played")
 
-  monkeypatch.setattr(replay.coordinator.rollout.Rollout, "collect", never)
+  monkeypatch.setattr(rollout.Rollout, "collect", never)
   row_norms, alone = replay.Replay._row_norms, []
 
   def both(self, rows, values, work, shares):
@@ -386,7 +389,7 @@ def test_spikes_are_few_and_small(tmp_path, capsys):
   }
   spike, groups = spikes.read(tmp_path, 9)
   assert spike == spikes.Spike(9, ["p"], {"p": 2.0}, 8, 5, [[0, 0]])
-  assert groups == []
+  assert groups == [[]]  # those of the one host
   kept.go_on([[5, 4]])  # the run was killed, and step 9 is to come again
   assert not spikes.folder(tmp_path, 9).exists()
   small = config_lib.Logging(spikes_mb=1e-6)

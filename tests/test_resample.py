@@ -8,8 +8,7 @@ import jax
 import pytest
 
 from drmas_jax import config as config_lib
-from drmas_jax import coordinator, hosts
-from drmas_jax.rollout import Stopped
+from drmas_jax import hosts, resample
 from drmas_jax.types import Episode, Group, Outcome, Task
 
 pytestmark = pytest.mark.quick
@@ -30,13 +29,12 @@ class Rollout:
   def __init__(self, tells, stops=lambda positions: False):
     self.tells, self.stops, self.rounds = tells, stops, []
 
-  def collect(self, tasks, size, key):
-    assert (size, key) == (GROUP, "key")
+  def play(self, tasks):
     positions = [t.position for t in tasks]
     self.rounds.append(positions)
     if self.stops(positions):
-      raise Stopped
-    return [self.group(t, self.tells(t.position)) for t in tasks]
+      return [], True
+    return [self.group(t, self.tells(t.position)) for t in tasks], False
 
   def group(self, task, tells):
     return Group(
@@ -48,22 +46,16 @@ class Rollout:
     )
 
 
-def training(rollout, resample, cursor=0):
-  made = object.__new__(coordinator.Training)
-  made.config = pytypes.SimpleNamespace(
-    data=config_lib.Data({}, NUM_TASKS, GROUP, resample),
+def collect(tells, rounds, cursor=0, **kwargs):
+  """(what the step is made of, positions of each round)."""
+  config = pytypes.SimpleNamespace(
+    data=config_lib.Data({}, NUM_TASKS, GROUP, rounds),
     advantage=config_lib.Advantage(),
     placement=config_lib.Placement(timeout_s=LIMIT_S),
   )
-  made.stream, made.rollout, made.cursor = Stream(), rollout, cursor
-  made.keys = {"train": "key"}
-  return made
-
-
-def collect(tells, resample, cursor=0, **kwargs):
-  """(what the step is made of, positions of each round)."""
   rollout = Rollout(tells, **kwargs)
-  return training(rollout, resample, cursor)._collect(), rollout.rounds
+  played = resample.collect(config, Stream(), cursor, rollout.play)
+  return played, rollout.rounds
 
 
 def positions(groups):
@@ -91,15 +83,15 @@ def test_a_step_that_tells_everything_is_played_once():
   assert rounds == [[0, 1, 2, 3]] and found[1:] == ([], 0, 4, False)
 
 
-@pytest.mark.parametrize("resample", [1, 2])
-def test_what_is_lacking_at_the_bound_is_made_up_for(resample):
+@pytest.mark.parametrize("bound", [1, 2])
+def test_what_is_lacking_at_the_bound_is_made_up_for(bound):
   """With the first that were played; the order is the stream's."""
-  found, rounds = collect({3, 5}.__contains__, resample)
-  assert rounds == [[0, 1, 2, 3], [4, 5, 6], [7, 8]][: resample + 1]
+  found, rounds = collect({3, 5}.__contains__, bound)
+  assert rounds == [[0, 1, 2, 3], [4, 5, 6], [7, 8]][: bound + 1]
   assert positions(found.groups) == [0, 1, 3, 5]
   assert len(found.groups) == NUM_TASKS
   assert positions(found.all) == [0, 1, 3, 5, 2, 4, 6, 7, 8][: found.cursor]
-  assert found.cursor == sum(map(len, rounds)) and found.rounds == resample
+  assert found.cursor == sum(map(len, rounds)) and found.rounds == bound
 
 
 def test_the_next_step_goes_on_behind_and_from_a_cursor_alone():
@@ -108,11 +100,9 @@ def test_the_next_step_goes_on_behind_and_from_a_cursor_alone():
   def tells(position):
     return position % 3 == 0
 
-  made = training(Rollout(tells), 2)
   steps = []
   for _ in range(3):
-    steps.append(made._collect())
-    made.cursor = steps[-1].cursor
+    steps.append(collect(tells, 2, steps[-1].cursor if steps else 0)[0])
   played = [p for s in steps for p in sorted(positions(s.all))]
   assert played == list(range(steps[-1].cursor))
   for before, after in itertools.pairwise(steps):

@@ -8,12 +8,11 @@ import json
 import pathlib
 import shutil
 import signal
-import types
 
 import pytest
 import small_run
 
-from drmas_jax import checkpoint, coordinator, main
+from drmas_jax import checkpoint, main, restoring
 from drmas_jax import config as config_lib
 
 
@@ -52,7 +51,9 @@ def test_the_straight_run_trains(straight):
   for step in range(1, small_run.STEPS + 1):
     assert found[step, "episodes/team"] == 16
     assert (step, "eval/avg@2") in found
-  assert len({json.dumps(t) for t in small_run.transcripts(straight)}) > 16
+  written = small_run.transcripts(straight)
+  assert len(written) == small_run.STEPS * 2 * 4  # 2 groups of every step
+  assert len({json.dumps(t) for t in written}) > 16
 
 
 def test_killed_again_and_again(straight, tmp_path):
@@ -181,13 +182,11 @@ def test_other_rows_are_refused(copy, capsys):
   said = capsys.readouterr().err
   assert f"(fingerprint {own}, was other)" in said
   assert "--allow_change=data.sources.arithmetic\n" in said
-  training = object.__new__(coordinator.Training)
-  training.workdir, training.fingerprints = copy, {"train/arithmetic": own}
-  training.stream = types.SimpleNamespace(sources=["arithmetic"])
+  now = copy, ["arithmetic"], {"train/arithmetic": own}
   for key in ("data", "data.sources.arithmetic.options.num_operands"):
-    training._check_rows([key])
+    restoring.check_rows(*now, [key])
   with pytest.raises(config_lib.ConfigError, match="its rows"):
-    training._check_rows(["data.sources.arithmetic2", "dat"])
+    restoring.check_rows(*now, ["data.sources.arithmetic2", "dat"])
 
 
 def test_a_change_that_is_allowed(copy):

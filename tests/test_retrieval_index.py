@@ -179,8 +179,11 @@ def test_no_corpus(tmp_path):
     bm25.Bm25(tmp_path / "none")
   with pytest.raises(ValueError, match=r"holds no \.jsonl file"):
     bm25.Bm25(tmp_path)
+  (tmp_path / "b.json").write_text("[]")
+  with pytest.raises(ValueError, match=r"b\.json: is no \.jsonl file"):
+    bm25.Bm25(tmp_path / "b.json")
   (tmp_path / "a.jsonl").write_text("\n")
-  with pytest.raises(ValueError, match=r"there is no passage"):
+  with pytest.raises(ValueError, match=r"a\.jsonl: there is no passage"):
     bm25.Bm25(tmp_path)
   (tmp_path / "a.jsonl").write_text('{"id": "a", "text": "!"}')
   with pytest.raises(
@@ -229,6 +232,10 @@ def test_a_folder_of_something_else_is_kept(path, tmp_path):
   with pytest.raises(ValueError, match="is no index, and not empty"):
     bm25.Bm25(path, tmp_path / "mine")
   assert (tmp_path / "mine" / "thesis.tex").exists()
+  (tmp_path / "file").write_text("x")
+  for place in ("file", "file/below"):
+    with pytest.raises(ValueError, match="name another folder"):
+      bm25.Bm25(path, tmp_path / place)
 
 
 def test_a_killed_build_leaves_no_index(path, root):

@@ -358,6 +358,12 @@ def test_transient_errors_lose_an_episode_and_others_stop_the_run():
   with pytest.raises(UserError, match="called 'nobody'; allowed are a, b"):
     play(stranger, won)
 
+  async def listed(task, call):
+    await gather([call("a", task), call("b", task)])
+
+  with pytest.raises(UserError, match=r"write gather\(\*cor"):
+    play(listed, won)
+
 
 @pytest.mark.parametrize(
   "missing",
@@ -412,6 +418,7 @@ def test_a_reward_of_a_turn_may_be_missing_too():
   ("outcome", "said"),
   [
     (Outcome("high"), "'high' as the reward of the team; write a number"),
+    (Outcome("1"), "'1' as the reward of the team; write a number"),
     (Outcome({"a": 1.0, "b": []}), "as the reward of b; write a number"),
     (Outcome(1.0, turn_rewards={2: 1.0}), "allowed are the indices"),
     (Outcome(1.0, turn_rewards={"0": 1.0}), "allowed are the indices"),
@@ -444,6 +451,9 @@ def test_what_is_answered_at_once_goes_no_deeper(monkeypatch):
   groups, _ = play(run, won, num_tasks=1, size=1)
   (episode,) = groups[0].episodes
   assert episode.action == 2000 and len(episode.observations) == 1000
+  monkeypatch.setattr(rollout, "_MOST_AT_ONCE", 3000)
+  with pytest.raises(UserError, match="3000 times without a turn"):
+    play(run, won, num_tasks=1, size=1)
 
 
 def test_zero_sum_rewards_by_agent_with_hand_checked_advantages():

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from drmas_jax import sampling
+from drmas_jax import logprobs, sampling
 
 pytestmark = pytest.mark.quick
 
@@ -58,3 +58,41 @@ def test_a_row_does_not_feel_what_others_are_asked_for():
     mixed = draw(logits, **{name: np.where(np.arange(64) % 2, value, plain)})
     for one, all_ in zip(mixed, alone, strict=True):
       np.testing.assert_array_equal(one[::2], all_[::2])
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-20, 2e-38, 1e-40, 1e-60])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_least_temperature_is_greedy_and_finite(temperature, top_p):
+  """With padded rows of the vocabulary, which are far below."""
+  logits = np.tile([5.0, 11.0, 10.99, logprobs.MASKED], (64, 1))
+  drawn = draw(logits, temperature, top_p=top_p)
+  assert set(drawn.token) == {1}
+  np.testing.assert_array_equal(drawn.log_kept_mass, 0.0)
+  if temperature < np.finfo("f").tiny:  # as temperature 0, then
+    drawn = drawn._replace(logprob=drawn.logprob - draw(logits, 0).logprob)
+  np.testing.assert_array_equal(drawn.logprob, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_top_p_keeps_no_more_than_reaches_it(seed):
+  """Where a sum is top_p but for its rounding, nothing is added to it."""
+  rng = np.random.default_rng(seed)
+  for size in (10, 100):
+    parts = np.sort(rng.multinomial(size - 6, np.ones(6) / 6, 400) + 1)
+    num = rng.integers(1, 6, 400)
+    kept = parts >= parts[np.arange(400), -num, None]  # with their equals
+    first = np.cumsum(parts[:, ::-1], axis=1)[np.arange(400), num - 1]
+    got = sampling._truncate(
+      np.log(parts / size).astype("f"),
+      np.zeros([400], "i"),
+      (first / size).astype("f"),
+    )
+    np.testing.assert_array_equal(np.isfinite(got), kept)
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 1e-38, 1e-45, 1e-60])
+def test_the_least_top_p_keeps_the_likeliest_token(top_p):
+  drawn = draw(np.tile(np.log([0.3, 0.5, 0.2]), (64, 1)), top_p=top_p)
+  assert set(drawn.token) == {1}
+  np.testing.assert_allclose(drawn.logprob, np.log(0.5), atol=1e-6)
+  np.testing.assert_allclose(drawn.log_kept_mass, drawn.logprob, atol=1e-6)

@@ -19,6 +19,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import xla_flags
 
 from drmas_jax import config as config_lib
 from drmas_jax import serve
@@ -82,8 +83,10 @@ WRONG = [
   ({"max_tokens": True}, 400, "max_tokens"),
   ({"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens"),
   ({"temperature": 2.1}, 400, "temperature"),
+  ({"temperature": -0.1}, 400, "temperature"),
   ({"temperature": float("nan")}, 400, "temperature"),
   ({"top_p": 0}, 400, "top_p"),
+  ({"n": 0}, 400, "n"),
   ({"n": 129}, 400, "n"),
   ({"stop": ["a", ""]}, 400, "stop"),
   ({"seed": 1.5}, 400, "seed"),
@@ -370,6 +373,15 @@ def test_stop_ends_a_choice_and_is_not_part_of_it(served):
   assert served.chat(seed=3, max_tokens=2).choices[0].finish_reason == "length"
 
 
+def test_the_least_temperature_is_greedy(served):
+  """However little it is, as clients write it who want no chance."""
+  greedy = served.chat(temperature=0, n=2).choices
+  assert greedy[0].message == greedy[1].message
+  for least in ({"temperature": 1e-9}, {"temperature": 1e-40}):
+    assert served.chat(**least).choices[0].message == greedy[0].message
+  assert served.chat(top_p=1e-60).choices[0].message == greedy[0].message
+
+
 def test_min_tokens_hold_the_end_back(served):
   assert served.chat(seed=3, max_tokens=30).usage.completion_tokens < 20
   answer = served.chat(seed=3, max_tokens=30, extra_body={"min_tokens": 20})
@@ -497,6 +509,21 @@ def test_more_than_the_cache_has_room_for(served, options, param):
   assert served.chat(max_tokens=38).choices and served.idle()
 
 
+@pytest.mark.parametrize("model", ["solver", "team"])
+def test_a_text_that_nothing_has_room_for_is_not_encoded(served, model):
+  """Millions of characters would keep everybody else waiting."""
+  long = [ASK[0] | {"content": "1" * (4 << 20)}]
+  began = time.monotonic()
+  with pytest.raises(openai.BadRequestError, match="4194304 char") as caught:
+    served.chat(model, long)
+  assert caught.value.code == "context_length_exceeded"
+  assert time.monotonic() < began + 5
+  spaces = [ASK[0] | {"content": "1" + " " * 60_000}]
+  with pytest.raises(openai.BadRequestError) as caught:
+    served.chat(model, spaces)
+  assert caught.value.param == "messages" and served.idle()
+
+
 def test_faults_of_http(served):
   big = {"Content-Length": str(1 << 40)}
   for body, headers, status, code in (
@@ -520,8 +547,50 @@ def test_faults_of_http(served):
     served.chat("gpt-4")
 
 
+def test_a_body_that_is_refused_is_told_of(served):
+  """While it is still being sent, too: the connection is not cut before."""
+  status, _, said = served.post(b"x" * (12 << 20))
+  assert (status, said["error"]["code"]) == (413, "request_too_large")
+
+
+def said_to(served, *requests):
+  """All that the server says until it closes the connection."""
+  found = []
+  with socket.create_connection(
+    served.door.server_address[:2], timeout=10
+  ) as client:
+    client.sendall("".join(requests).encode())
+    while part := client.recv(1 << 16):
+      found.append(part)
+  return b"".join(found).decode()
+
+
+def test_what_has_no_body_is_kept_apart_from_what_follows(served):
+  twice = "POST /v1/chat/completions HTTP/1.1\r\n"
+  twice += "Content-Length: 2\r\nContent-Length: 9\r\n\r\n{}"
+  assert said_to(served, twice).startswith("HTTP/1.1 411 ")
+  last = "GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"
+  for path in ("/health", "/v1/models", "/metrics", "/nowhere"):
+    head = f"HEAD {path} HTTP/1.1\r\n\r\n"
+    first, _, rest = said_to(served, head, last).partition("\r\n\r\n")
+    assert f" {404 if path == '/nowhere' else 200} " in first.split("\r\n")[0]
+    assert "Content-Length: " in first and "Content-Length: 0" not in first
+    assert rest.startswith("HTTP/1.1 200 ") and rest.endswith(
+      '{"status": "ok"}'
+    )
+  # A body that is not expected is no request: nothing behind it is answered.
+  for body in (
+    "Content-Length: 5\r\n\r\nGET /",
+    "Transfer-Encoding: chunked\r\n\r\n",
+  ):
+    said = said_to(served, f"GET /health HTTP/1.1\r\n{body}", last)
+    assert said.count("HTTP/1.1") == 1 and "Connection: close" in said
+
+
 def test_one_connection_too_many_is_sent_away(served, monkeypatch):
-  monkeypatch.setattr(served.door, "_places", threading.Semaphore(0))
+  none = threading.Semaphore(0)  # whoever leaves just now makes no place
+  monkeypatch.setattr(none, "release", lambda: None)
+  monkeypatch.setattr(served.door, "_places", none)
   connection = http.client.HTTPConnection(
     *served.door.server_address[:2], timeout=30
   )
@@ -533,11 +602,17 @@ def test_one_connection_too_many_is_sent_away(served, monkeypatch):
 
 def test_a_full_queue_says_when_to_come_again(served, monkeypatch):
   monkeypatch.setattr(served.loop, "limit", 2)
-  with pytest.raises(openai.RateLimitError) as caught:
-    served.chat(n=3)
+  long = {"n": 2, "stream": True, "extra_body": {"min_tokens": 38}}
+  with served.slow(0.05), served.chat(**long) as stream:
+    next(stream)
+    with pytest.raises(openai.RateLimitError) as caught:
+      served.chat()
   assert caught.value.code == "queue_full"
   assert caught.value.response.headers["Retry-After"] == "1"
-  assert served.chat(n=2).choices and served.idle()
+  assert served.idle() and served.chat(n=2).choices
+  with pytest.raises(openai.BadRequestError, match="write at most 2") as caught:
+    served.chat(n=3)  # which no other time will do for
+  assert caught.value.param == "n" and served.idle()
 
 
 def test_a_request_has_a_limit(served, monkeypatch):
@@ -666,10 +741,10 @@ def test_a_workdir_is_served_until_sigterm(root, tmp_path):
   taken is finished."""
   import jax
 
-  from drmas_jax import checkpoint, coordinator
+  from drmas_jax import building, checkpoint
 
   config = small(root)
-  backbones = coordinator._build(config)
+  backbones = building.build(config)
   states = {}
   for one in backbones.values():
     states |= jax.tree.map(
@@ -692,7 +767,7 @@ def test_a_workdir_is_served_until_sigterm(root, tmp_path):
   with subprocess.Popen(
     [*command, f"--workdir={tmp_path}", "--step=7", "--port=0"],
     cwd=root,
-    env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(root)},
+    env=os.environ | {"XLA_FLAGS": xla_flags.flags(), "PYTHONPATH": str(root)},
     stdout=subprocess.PIPE,
     text=True,
   ) as process:

@@ -1,6 +1,8 @@
 """Demonstrations become turns that the policy itself could have sampled."""
 
+import collections
 import functools
+import json
 import types
 
 import jax
@@ -8,7 +10,15 @@ import numpy as np
 import pytest
 import small_run
 
-from drmas_jax import checkpoint, coordinator, data, placement, rollout, sft
+from drmas_jax import (
+  checkpoint,
+  data,
+  health,
+  placement,
+  rollout,
+  sft,
+  watchdog,
+)
 from drmas_jax import config as config_lib
 from drmas_jax.datasets import arithmetic
 from drmas_jax.tokenizer import Tokenizer
@@ -56,8 +66,24 @@ def files(folder):
   }
 
 
+def check_what_is_told(workdir, known):
+  """A line a step, and the page of it."""
+  assert {step for step, _ in known} == set(range(1, 11))
+  for step, policy in ((1, "solver"), (5, "solver"), (6, "verifier")):
+    assert known[step, f"loss/{policy}"] > 0 < known[step, "step"]
+    assert known[step, f"grad_norm/{policy}"] > 0 == known[step, "alarms/team"]
+    assert known[step, f"skipped/non_finite/{policy}"] == 0
+  page = (workdir / "report.html").read_text()
+  assert "10 of 10" in page and "<dd>finished</dd>" in page
+  assert "Loss by policy" in page and "Gradient norm by policy" in page
+  assert json.loads((workdir / "summary.json").read_text()) == {
+    "steps": 10,
+    "alarms": {},
+  }
+
+
 def test_a_killed_one_goes_on_to_the_same_bits(tmp_path, monkeypatch):
-  """Within its first policy, and while it writes the second."""
+  """Within its first policy, by an alarm, and while it writes the second."""
   one = functools.partial(placement.plan, devices=jax.devices()[:1])
   monkeypatch.setattr(placement, "plan", one)
   start = checkpoint.Checkpoints.save
@@ -71,9 +97,18 @@ def test_a_killed_one_goes_on_to_the_same_bits(tmp_path, monkeypatch):
   config = config_lib.read(CONFIG, flags, "sft")
 
   def go(name):
-    return coordinator.main(config, tmp_path / name, mode="sft")
+    return sft.main(config, tmp_path / name)
 
-  assert go("straight") == 0
+  sections, during = collections.Counter(), watchdog.Watchdog.during
+
+  def counted(self, name, *args):
+    sections[name] += 1
+    return during(self, name, *args)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(watchdog.Watchdog, "during", counted)
+    assert go("straight") == 0
+  assert sections == {"step": 10, "checkpoint": 6, "folder": 2}
   batch, save, steps = sft._batch, sft.weights.save, []
 
   def killed(*args):
@@ -92,6 +127,15 @@ def test_a_killed_one_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
       go("parts")
   assert not (tmp_path / "parts" / "policies").exists()
+  see = health.Monitor.see
+
+  def alarmed(self, step, found):
+    return see(self, step, found)._replace(stop=f"step {step}: an alarm")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(health.Monitor, "see", alarmed)
+    with pytest.raises(RunError, match="step 3: an alarm"):
+      go("parts")
   with monkeypatch.context() as patch:
     patch.setattr(sft.weights, "save", half)
     with pytest.raises(KeyboardInterrupt):
@@ -102,7 +146,7 @@ def test_a_killed_one_goes_on_to_the_same_bits(tmp_path, monkeypatch):
   assert files(left) == files(tmp_path / "straight" / "policies")
   known = small_run.metrics(tmp_path / "straight")
   assert small_run.metrics(tmp_path / "parts") == known
-  assert {step for step, _ in known} == {5, 10}
+  check_what_is_told(tmp_path / "straight", known)
   other = config_lib.read(CONFIG, [*flags, "sft.batch_rows=8"], "sft")
   with pytest.raises(config_lib.ConfigError, match=r"sft\.batch_rows: was 7"):
-    coordinator.main(other, tmp_path / "parts", mode="sft")
+    sft.main(other, tmp_path / "parts")

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import small_run
 from fsspec.implementations import memory
-from safetensors.numpy import load_file
 
 from drmas_jax import config as config_lib
 from drmas_jax import data, rollout, sft, show
 from drmas_jax.datasets import sampled
-from drmas_jax.models import weights
 from drmas_jax.tokenizer import Tokenizer
 from drmas_jax.types import RunError
 
@@ -526,85 +524,23 @@ def test_a_policy_without_demonstrations_is_said_at_the_start(tmp_path):
     shown.check_any("solver", stream)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-  """A workdir of two steps whose every episode is written."""
-  workdir = tmp_path_factory.mktemp("run")
-  flags = ("steps=2", "eval.num_tasks=0", "logging.transcript_groups=4")
-  code, text = small_run.run(workdir, *(f"--config.{flag}" for flag in flags))
-  assert code == 0, text
-  return workdir
-
-
-def test_a_run_writes_what_its_turns_came_to(run, capsys):
-  records = small_run.transcripts(run)
-  assert len(records) == 2 * 4 * 4
-  tokenizers = {n: Tokenizer.load(TINY / n) for n in ("solver", "verifier")}
-  gaps = []
-  for record in records:
-    for one in record["turns"]:
-      ids = one["prompt_ids"]
-      assert one["prompt"] == tokenizers[one["policy"]].decode(ids, True)
-      assert one["prompt_tokens"] == len(ids)
-      assert one["completion_tokens"] == len(one["completion_ids"])
-      # What is in an update has a gap; without a signal it is in none.
-      assert (one["logprob_gap"] is None) == (one["advantage"] == 0)
-      if one["logprob_gap"] is not None:
-        gaps.append((record["step"], one["agent"], one))
-  assert gaps
-  metrics = small_run.metrics(run)
-  for step in (1, 2):
-    for agent in ("solver", "verifier"):
-      own = [t for s, a, t in gaps if (s, a) == (step, agent)]
-      if own:  # the metric is the mean over tokens
-        sizes = [t["completion_tokens"] for t in own]
-        mean = np.average([t["logprob_gap"] for t in own], weights=sizes)
-        want = metrics[step, f"logprob_gap/{agent}"]
-        np.testing.assert_allclose(mean, want, rtol=1e-3)
-  assert show.main([str(run), "--agent", "verifier"]) == 0
-  assert "verdict" in capsys.readouterr().out
-
-
-def test_from_a_run_to_a_policy_that_learned_of_its_successes(run, tmp_path):
-  path = tmp_path / "best.jsonl"
-  assert show.main([str(run), "--success", "--export", str(path)]) == 0
-  rows = {
-    (tuple(r["prompt_ids"]), tuple(r["completion_ids"])) for r in lines_of(path)
-  }
-  shown, stream = demonstrations(path)
-  turns = [
-    t
-    for task in stream.tasks(0, len(stream.sources["sampled"]))
-    for t in shown.turns(task, np.random.default_rng(0))
+@QUICK
+def test_demonstrations_are_what_was_sampled(tmp_path):
+  """Token by token, also where a tokenizer would cut the text in other ones."""
+  tokenizer = Tokenizer.load(TINY / "solver")
+  whole = tokenizer.encode("solve: 10+10").tolist()
+  letters = [i for c in "solve: 10+10" for i in tokenizer.encode(c).tolist()]
+  rows = [
+    GOOD
+    | {"prompt_ids": ids, "prompt": tokenizer.decode(ids, True)}
+    | {"completion_ids": [*ids[:4], tokenizer.end_of_turn_id]}
+    for ids in (whole, letters, whole[::-1])
   ]
-  assert turns
-  for t in turns:  # as they were sampled, token by token
-    assert (
-      tuple(t.prompt_ids.tolist()),
-      tuple(t.completion_ids.tolist()),
-    ) in rows
-  config = tmp_path / "sft.py"
-  config.write_text(
-    f"""import runpy
-def get_config():
-  config = runpy.run_path({str(CONFIG)!r})["get_config"]()
-  config.data.sources = dict(
-    best=dict(name="sampled", options=dict(path={str(path)!r})))
-  for name, policy in config.policies.items():
-    policy.checkpoint = f"run:{run}/{{name}}"
-  config.sft.update(steps=3, batch_rows=8, warmup_steps=1)
-  return config
-"""
-  )
-  workdir = tmp_path / "sft"
-  code, text = small_run.run(workdir, f"--config={config}", "--mode=sft")
-  assert code == 0, text
-  folder = workdir / "policies" / "solver"
-  assert Tokenizer.load(folder).vocab_size
-  model = weights.read_config(folder)
-  loaded = weights.load(folder, model, None, np.float32)
-  assert loaded
-  old = load_file(TINY / "solver" / "model.safetensors")
-  new = load_file(folder / "model.safetensors")
-  assert old.keys() == new.keys()
-  assert any((old[k] != new[k]).any() for k in old)
+  path = tmp_path / "demos.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  shown, stream = demonstrations(path)
+  found = set()
+  for task in stream.tasks(0, 3):
+    (turn,) = shown.turns(task, np.random.default_rng(0))
+    found.add((*turn.prompt_ids.tolist(), -1, *turn.completion_ids.tolist()))
+  assert found == {(*r["prompt_ids"], -1, *r["completion_ids"]) for r in rows}

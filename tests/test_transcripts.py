@@ -65,8 +65,14 @@ def test_a_line(tmp_path):
   silent = make_turn(
     index=2, stop_reason="fault", text="", reply=None, fault=fault, **NOTHING
   )
-  rows = {1: {"score": 0.9, "advantage": -0.25, "logprob_gap": 0.125}}
-  read = written(tmp_path, make_episode(make_turn(), silent), rows)
+  spoken, none = make_turn(), np.nan
+  rows = transcripts.rows_of(
+    [spoken, silent],
+    score=[0.9, none],
+    advantage=np.array([-0.25, none]),
+    logprob_gap=np.array([0.125, none], np.float32),
+  )
+  read = written(tmp_path, make_episode(spoken, silent), rows)
   assert "日本" in (tmp_path / "000000.jsonl").read_text()
   turns = read.pop("turns")
   assert read == {

@@ -6,8 +6,17 @@ import types as pytypes
 import pytest
 from test_rollout import Environment, play, two_turns, won
 
+from drmas_jax import (
+  building,
+  coordinator,
+  data,
+  main,
+  rollout,
+  sft,
+  training,
+  usercode,
+)
 from drmas_jax import config as config_lib
-from drmas_jax import coordinator, data, main, rollout, usercode
 from drmas_jax.types import (
   Agent,
   Outcome,
@@ -202,13 +211,38 @@ def test_what_makes_a_data_set(module):
   source = config_lib.TrainSource(name="own_pkg.module")
 
   def make():
-    return coordinator.make_source("data.sources.mine", "mine", source)
+    return building.make_source("data.sources.mine", "mine", source)
 
   with pytest.raises(UserError, match=f":{LINE}: Zero(.|\n)*sources.mine"):
     make()
   module.make = lambda split: [{"question": "?"}]
   with pytest.raises(UserError, match=r"usercode.py:.*'fingerprint'"):
     make()
+
+
+@pytest.mark.parametrize(
+  ("made", "wrong"),
+  [
+    (failing, f"test_usercode.py:{LINE}: ZeroDivisionError: boom"),
+    (lambda *_: {"solver": ["2"]}, "TypeError: it gave '2'; write pairs of"),
+    (lambda *_: {"solver": [((), "2")]}, "TypeError: .*argument.*"),
+  ],
+)
+def test_demonstrations(made, wrong):
+  """And their prompts; a pair is one, so that nothing has to be imported."""
+  role = Agent({"default": lambda task: template(task)}, parse)
+  entry = pytypes.SimpleNamespace(
+    template="default", max_prompt_tokens=8, max_tokens=8
+  )
+  shown = object.__new__(sft._Demonstrations)
+  shown._makers = {"s": made}
+  shown._config = pytypes.SimpleNamespace(sft=config_lib.Sft())
+  shown._members = [
+    pytypes.SimpleNamespace(name="solver", role=role, config=entry)
+  ]
+  task = data._task("s", [{"question": "?", "answer": "2"}], 0, 0)
+  with pytest.raises(UserError, match=rf"{wrong}(.|\n)*s\[0\]"):
+    shown.turns(task, None)
 
 
 def test_what_makes_an_environment(module):
@@ -225,8 +259,8 @@ def test_what_makes_an_environment(module):
 
 def test_the_step_is_given_up_on_all_hosts_alike(monkeypatch):
   """What failed on this host is what all raise, behind their exchange."""
-  training = object.__new__(coordinator.Training)
-  training.config = config_lib.build(
+  made = object.__new__(training.Training)
+  made.config = config_lib.build(
     {
       "policies": {},
       "agents": {},
@@ -235,14 +269,14 @@ def test_the_step_is_given_up_on_all_hosts_alike(monkeypatch):
       "data": {"sources": {}},
     }
   )
-  training.broken, training.keys = "", {"train": None}
+  made.broken, made.keys = "", {"train": None}
 
   def collect(*args):
     raise UserError("my.py:3: boom")
 
-  training.rollout = pytypes.SimpleNamespace(collect=collect)
-  assert training._play([]) == ([], True)
-  assert training.broken == "my.py:3: boom"
+  made.rollout = pytypes.SimpleNamespace(collect=collect)
+  assert made._play([]) == ([], True)
+  assert made.broken == "my.py:3: boom"
 
 
 def test_the_command_says_so(monkeypatch, capsys, root):

@@ -237,10 +237,7 @@ def hang(tmp_path, question, wanted, blocks=False):
   team.orchestra_options = {}
   team.environment = Environment(said, blocks)
   team.reward_timeout_s = 1.0
-  samplers = {
-    "p": Engine(lambda key: "ok", num_slots=1),
-    "q": Engine(lambda key: "ok", num_slots=0),
-  }
+  samplers = {"p": Engine(lambda key: "ok", num_slots=1)}
   if question == "turn":
     samplers["p"].said = said
   player = rollout.Rollout(team, samplers, config)

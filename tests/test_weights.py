@@ -486,6 +486,17 @@ def test_names_of_another_model(tmp_path):
       "Qwen2ForCausalLM, Qwen3ForCausalLM",
     ),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+    (
+      {  # as one adds it to a file of transformers 5
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+      },
+      "is not what rope_parameters says",
+    ),
+    (
+      {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+      "['full_attention'] apart",
+    ),
     ({"attention_bias": True}, "attention_bias: True is not supported"),
     ({"quantization_config": {"quant_method": "gptq"}}, "be trained; take"),
     ({"layer_types": ["sliding_attention"]}, "layer_types: ['sliding_att"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from drmas_jax import config as config_lib
-from drmas_jax import writers
+from drmas_jax import types, writers
 
 pytestmark = pytest.mark.quick
 
@@ -189,10 +189,11 @@ def test_a_writer_that_raises_loses_nothing_but_itself(tmp_path, own, capsys):
     run.write_episodes(e for e in [{"step": step}])
     run.flush()
   run.close()
-  lines = capsys.readouterr().err.splitlines()
-  (said,) = [line for line in lines if "WARNING" in line]
-  assert f"{own}.Board raised KeyError: 'lost' in write_scalars" in said
-  assert "board.py:16)" in said and "the run goes on" in said
+  said = capsys.readouterr().err
+  assert said.count("WARNING") == 1
+  assert "WARNING: " + str(tmp_path / "own_boards" / "board.py:16") in said
+  assert f"KeyError: 'lost'\n  write_scalars of the writer {own}.Board" in said
+  assert "the run goes on" in said and "Traceback" not in said
   assert lines_of(tmp_path / "own.jsonl") == [[1, {"x": 0.5}], [{"step": 1}]]
   steps = [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")]
   assert steps == [1, 2, 3]
@@ -201,10 +202,32 @@ def test_a_writer_that_raises_loses_nothing_but_itself(tmp_path, own, capsys):
 
 
 def test_a_writer_that_cannot_be_made_ends_the_start(tmp_path, own):
-  with pytest.raises(
-    config_lib.ConfigError, match=rf"'{own}' .*no such server \(.*board\.py:6\)"
-  ):
+  with pytest.raises(types.UserError) as e:
     writers.RunWriter(tmp_path, 3, names=("jsonl", own), config="broken")
+  first, second, *_ = str(e.value).splitlines()
+  assert first.endswith("board.py:6: OSError: no such server")
+  assert second == f"  making the writer '{own}'"
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_writer_of_ones_own_gets_all_episodes(tmp_path, own, listens):
+  """Of the step; without one they are not even made."""
+  names, made = ("jsonl", own)[: 1 + listens], []
+
+  def episodes():
+    for i in range(5):
+      made.append(i)
+      yield {"step": 1, "episode": i}
+
+  run = writers.RunWriter(tmp_path, 3, names=names, whole=2)
+  run.write_episodes(episodes())
+  run.close()
+  assert made == list(range(5 if listens else 2))
+  kept = lines_of(tmp_path / "transcripts" / "000000.jsonl")
+  assert [e["episode"] for e in kept] == [0, 1]
+  if listens:
+    (got,) = lines_of(tmp_path / "own.jsonl")
+    assert [e["episode"] for e in got] == made
 
 
 def own_config(names):
@@ -426,6 +449,12 @@ def test_transcripts_are_bounded_and_the_newest_stay(tmp_path):
   resumed.write_episodes([{"step": 191, "text": "again"}])
   steps = [r["step"] for p in sorted(tmp_path.iterdir()) for r in lines_of(p)]
   assert steps == list(range(steps[0], 192))
+
+  many = [{"step": 200, "text": f"{i:03}" * 1000} for i in range(40)]
+  resumed.write_episodes(many)  # of which not all fit
+  assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= limit * 1e6
+  lines = [r for p in sorted(tmp_path.iterdir()) for r in lines_of(p)]
+  assert lines == many[-len(lines) :] and len(lines) > 10
 
 
 def test_no_transcripts_where_the_limit_is_zero(tmp_path):

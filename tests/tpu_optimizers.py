@@ -1,11 +1,13 @@
 """Updates of a TPU that is not there, with states here and in host memory.
 
-    python tests/tpu_optimizers.py v5e:2x2 adamw
+    python tests/tpu_optimizers.py v5e:2x2 adamw [adapters]
 
 As tpu_worker.py; the last line is a JSON object: bytes per device, without and
-with `offload`.
+with `offload`, of all weights or of two policies' adapters.
 """
 
+import dataclasses
+import functools
 import json
 import sys
 
@@ -34,11 +36,22 @@ MODEL = transformer.DecoderConfig(
 )
 
 
-def update(on: Mesh, optimizer: config.Optimizer) -> dict[str, int]:
-  """What the learner does with a gradient that it has added up in a loop."""
+def spec_of(
+  on: Mesh, optimizer: config.Optimizer, adapters: bool
+) -> learner.Spec:
   spec = learner.Spec(MODEL, on, None, optimizer, 1, MODEL.vocab_size)
+  if not adapters:
+    return spec
+  return dataclasses.replace(spec, adapter=config.Adapter(256), num_policies=2)
+
+
+def update(spec: learner.Spec) -> dict[str, int]:
+  """What the learner does with a gradient that it has added up in a loop."""
   where = learner.state_shardings(spec)
   state = tpu_worker.laid(learner.state_shapes(spec), where)
+  apply, live = functools.partial(learner._apply, spec), jnp.array(True)
+  if spec.adapter is not None:
+    apply, live = jax.vmap(apply), jnp.ones([spec.num_policies], bool)
 
   def step(state, num):
     grads = jax.lax.fori_loop(
@@ -49,9 +62,9 @@ def update(on: Mesh, optimizer: config.Optimizer) -> dict[str, int]:
       ),
       jax.tree.map(jnp.zeros_like, state.params),
     )
-    return learner._apply(spec, state, grads, True)
+    return apply(state, grads, live)
 
-  whole = sharding.replicated(on)
+  whole = sharding.replicated(spec.mesh)
   memory = (
     jax.jit(step, donate_argnums=0, out_shardings=(where, whole, whole))
     .lower(state, jax.ShapeDtypeStruct((), "int32"))
@@ -66,11 +79,17 @@ def update(on: Mesh, optimizer: config.Optimizer) -> dict[str, int]:
 
 
 def main() -> None:
-  _, topology, rule = sys.argv
+  _, topology, rule, *adapters = sys.argv
   devices = tpu_worker.mesh(topology).devices.reshape(1, 2, 2)
   on = Mesh(devices, sharding.AXES)
   found = {
-    where: update(on, config.Optimizer(name=rule, offload=where == "host"))
+    where: update(
+      spec_of(
+        on,
+        config.Optimizer(name=rule, offload=where == "host"),
+        bool(adapters),
+      )
+    )
     for where in ("device", "host")
   }
   print(json.dumps(found))

@@ -14,6 +14,7 @@ import sys
 
 os.environ |= {
   "JAX_PLATFORMS": "cpu",
+  "XLA_FLAGS": "",
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # there is no device to share

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-_BARE = re.compile(r"[^\s${}]+")
+_BARE = re.compile(r"(?:[^\s${}]|\{[^{}]*\})+")
 
 
 class Block(NamedTuple):

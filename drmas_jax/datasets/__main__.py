@@ -131,7 +131,8 @@ def _sources(args: argparse.Namespace) -> Iterable[tuple[str, Any]]:
       try:
         source = make(split, **options)
       except ValueError as e:
-        missing.append(f"{label}: {e}")
+        said = str(e)
+        missing.append(said if said.startswith(label) else f"{label}: {said}")
         continue
       found += 1
       yield label, source

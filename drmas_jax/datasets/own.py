@@ -195,8 +195,8 @@ class JsonLines:
     name = f"{self._path}:{self.line(index)}"
     try:
       row = json.loads(self._bytes[start : end if end >= 0 else None])
-    except ValueError as e:
-      raise ValueError(f"{name}: not JSON ({e})") from None
+    except (ValueError, RecursionError) as e:
+      raise ValueError(f"{name}: not JSON ({e}); mend the line") from None
     if not isinstance(row, dict):
       raise ValueError(f"{name}: {type(row).__name__}, not a JSON object")
     return row

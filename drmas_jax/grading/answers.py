@@ -13,10 +13,19 @@ from drmas_jax.grading.tree import Node
 # Characters. No answer of the supported sets has more than 250.
 MAX_LENGTH = 2000
 
-# A letter of a multiple choice with what it stands for: `C. 550`, `(A) 5`.
+# A letter of a multiple choice with what it stands for, if it is there:
+# `C. 550`, `(A) 5`, `A)`, `Option B`.
 _CHOICE = re.compile(
-  r"(?:\\(?:text|mathrm|mathbf)[a-z]*\s*\{)?\(?([A-J])"
-  r"(?:[.:]|\\?\)(?=[\s}]|\\[ ,;q]))[\s}]*([^\s}].*)",
+  r"(?:\\(?:text|mathrm|mathbf)[a-z]*\s*\{)?"
+  r"(?P<word>(?:option|choice)\s+)?\(?(?P<letter>(?-i:[A-J]))"
+  r"(?P<mark>\.|:(?![A-Za-z])|\\?\)(?=[\s}]|\\[ ,;q]|\Z))?[\s}]*"
+  r"(?P<rest>[^\s}].*)?",
+  re.DOTALL | re.IGNORECASE,
+)
+# Another letter, or a word that leads to one: more than one guess.
+_MORE_CHOICES = re.compile(
+  r"(?:\\text\s*\{\s*)?(?:or\b|and\b|[,/&])"
+  r"|.*(?<![A-Za-z(\\])\(?[A-J](?:\)|[.:]\s)",
   re.DOTALL,
 )
 
@@ -43,11 +52,14 @@ def verdict(a: str, b: str, judge: Judge, *, percent: bool = False) -> bool:
   key = tokens.key(a)
   if key and key == tokens.key(b):
     return True
+  prose = tokens.prose(a)
+  if prose and prose == tokens.prose(b):
+    return True
   letters_a, letters_b = _choice(a), _choice(b)
   if letters_a and letters_b:
-    return letters_a[0] == letters_b[0] and verdict(
-      letters_a[1], letters_b[1], judge, percent=percent
-    )
+    if letters_a[0] != letters_b[0] or len(letters_a) + len(letters_b) < 4:
+      return letters_a[0] == letters_b[0]
+    return verdict(letters_a[1], letters_b[1], judge, percent=percent)
   return any(
     _same(x, y, judge, percent)
     for x in letters_a or (a,)
@@ -55,9 +67,17 @@ def verdict(a: str, b: str, judge: Judge, *, percent: bool = False) -> bool:
   )
 
 
-def _choice(text: str) -> tuple[str, str] | None:
+def _choice(text: str) -> tuple[str, ...] | None:
+  """The letter of a choice, and what it stands for if that is there."""
   match = _CHOICE.fullmatch(text.strip().strip("$"))
-  return (match[1], match[2]) if match else None
+  if not match:
+    return None
+  if not (match["mark"] or (match["word"] and not match["rest"])):
+    return None
+  if not match["rest"]:
+    return (match["letter"],)
+  more = _MORE_CHOICES.match(match["rest"])
+  return None if more else (match["letter"], match["rest"])
 
 
 def _same(a: str, b: str, judge: Judge, percent: bool) -> bool:

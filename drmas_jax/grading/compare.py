@@ -9,7 +9,8 @@ process.
   order; the brackets of a pair matter, since it may be an interval.
 - A name on one side of `=` may be left out (`x = 5` is `5`), two different
   names differ. Two equations are the same up to a constant factor.
-- A condition on one variable is the set of its solutions.
+- A condition on one variable is the set of its solutions. Those side by side
+  hold at once, or, if no number does that, one or the other.
 - A unit on one side may be left out; two different ones differ.
 """
 
@@ -25,6 +26,7 @@ from drmas_jax.grading.tree import Node, is_expression
 _TOLERANCE = Fraction(1, 10**6)
 _COORDINATES = {"x", "y", "z", "x'", "y'"}
 _REGIONS = {"cup", "cap", "minus", "or", "and", "such"}
+_JOINED = {"or", "and", "list"}
 _INFINITE = {
   tree.INFINITY: float("inf"),
   tree.negative(tree.INFINITY): -float("inf"),
@@ -172,13 +174,22 @@ class _Comparison:
     if a.kind == "set" and len(a.args) == 1 and b.kind != "list":
       return self.same(a.args[0], b)
     if a.kind == "tuple" and b.kind == "matrix":
-      column = [row[0] for row in b.args if len(row) == 1]
-      vector = a.args[:2] == ("(", ")") and len(column) == len(b.args)
-      return vector and self._in_order(a.args[2], column)
-    if a.kind == "colon" and is_expression(b):
+      return self._arrays(a, b)
+    if a.kind == "colon" and is_expression(b) and len(a.args) == 2:
       ratio = _ratio(a)
       return ratio is not None and self.judge.equal(ratio, b)
     return False
+
+  def _arrays(self, a: Node, b: Node) -> bool:
+    """A tuple and a matrix: a vector, or rows in square brackets."""
+    opening, closing, items = a.args
+    if (opening, closing) == ("(", ")"):
+      vector = 1 in (len(b.args), len(b.args[0]))
+      return vector and self._in_order(items, sum(b.args, ()))
+    rows = [i.args[2] for i in items if i.kind == "tuple"]
+    return len(rows) == len(items) and self._matrices(
+      Node("matrix", tuple(rows)), b
+    )
 
   # -- alike -------------------------------------------------------------------
 
@@ -209,8 +220,13 @@ class _Comparison:
     """Times of day are equal part by part, ratios also after cancelling."""
     if self._in_order(a.args, b.args):
       return True
-    ratios = _ratio(a), _ratio(b)
-    return None not in ratios and self.judge.equal(*ratios)
+    if len(a.args) != len(b.args) or None in (_ratio(a), _ratio(b)):
+      return False
+    steps = zip(a.args, a.args[1:], b.args, b.args[1:], strict=False)
+    return all(
+      self.judge.equal(tree.divide(w, x), tree.divide(y, z))
+      for w, x, y, z in steps
+    )
 
   def _tuples(self, a: Node, b: Node) -> bool:
     """Brackets matter where there are two items: it may be an interval."""
@@ -220,6 +236,9 @@ class _Comparison:
 
   def _rels(self, a: Node, b: Node) -> bool:
     """Inequalities in several variables."""
+    (up_a, sides_a), (up_b, sides_b) = _ascending(a), _ascending(b)
+    if up_a == up_b and self._in_order(sides_a, sides_b):
+      return True
     forms = [_difference(x) for x in (a, b)]
     if None in forms or forms[0][0] != forms[1][0]:
       return False
@@ -228,6 +247,9 @@ class _Comparison:
     return self.judge.proportional(x, y, positive=signed)
 
   def _collections(self, a: Node, b: Node) -> bool:
+    grouped = any(i.kind == "list" for i in (*a.args, *b.args))
+    if grouped and _in_any_order(self.same, a.args, b.args):
+      return True  # x = 1, y = 2; x = 3, y = 4
     xs, ys = _items(a), _items(b)
     if "set" in (a.kind, b.kind):
       xs, ys = self._distinct(xs), self._distinct(ys)
@@ -252,6 +274,8 @@ class _Comparison:
 
   def _regions(self, a: Node, b: Node) -> bool:
     regions = [_region(x, self.judge.value) for x in (a, b)]
+    if None in regions and {a.kind, b.kind} <= _JOINED:
+      return self._collections(a, b)
     if None in regions:
       return a.kind == b.kind == "rel" and self._rels(a, b)
     xs, ys = (intervals for _, intervals in regions)
@@ -307,6 +331,9 @@ def _read(node: Node) -> _Named:
 def _renamed(b: _Named, label: Node | None) -> _Named:
   """The function that `f(t) = ..` defines, in the variable of `label`."""
   labels = (b.label, label)
+  if {n.kind for n in labels if n} == {"fn", "sym"}:  # y(x) = .., y = ..
+    same = len({n.args[0].removeprefix("@") for n in labels}) == 1
+    return b._replace(label=label) if same else b
   if b.label == label or not all(n and n.kind == "fn" for n in labels):
     return b
   (name, *mine), (other, *theirs) = b.label.args, label.args
@@ -357,6 +384,8 @@ def _is_name(node: Node, value: Node) -> bool:
   if node.kind == "tuple":
     pairs = node.args[2], value.args[-1]
     return value.kind == "tuple" and all(map(_is_name, *pairs))
+  if node.kind == value.kind == "colon":
+    return all(map(_is_lettered, node.args))
   if node.kind == "text":
     return value.kind != "text"
   if node.kind in ("cup", "cap", "minus"):
@@ -439,9 +468,9 @@ def fold(words: str) -> str:
 
 
 def _ratio(node: Node) -> Node | None:
-  """The quotient of two parts that are no time of day."""
-  numbers = len(node.args) == 2 and all(map(is_expression, node.args))
-  return tree.divide(*node.args) if numbers and not _is_time(node) else None
+  """The first part by the second, of what is no time of day."""
+  numbers = all(map(is_expression, node.args))
+  return None if _is_time(node) or not numbers else tree.divide(*node.args[:2])
 
 
 def _is_time(node: Node) -> bool:
@@ -451,6 +480,14 @@ def _is_time(node: Node) -> bool:
     return False
   minutes = all(v == 0 or 10 <= v < 60 for v in values[1:])
   return values[0] <= 24 and minutes
+
+
+def _ascending(node: Node) -> tuple[tuple[str, ...], tuple[Node, ...]]:
+  """Operators and sides of a chain, turned round if it goes down."""
+  operators, sides = node.args
+  if not all(o[0] == ">" for o in operators):
+    return operators, sides
+  return tuple(o.replace(">", "<") for o in operators[::-1]), sides[::-1]
 
 
 def _difference(node: Node) -> tuple[str, Node] | None:
@@ -479,6 +516,8 @@ class _Interval(NamedTuple):
 
 
 def _is_region(node: Node) -> bool:
+  if node.kind == "list":
+    return any(i.kind == "rel" and _is_region(i) for i in node.args)
   if node.kind == "rel":
     return bool(set(node.args[0]) & {"<", "<=", ">", ">=", "!="})
   return node.kind in _REGIONS or node == tree.REALS
@@ -509,10 +548,12 @@ class _Regions:
   def of(self, node: Node) -> Region:
     if node == tree.REALS:
       return None, [self._interval(*_LINE, (True, True))]
+    if is_expression(node):
+      return self._points(Node("set", (node,)))
     rule = {
       **{"tuple": self._pair, "set": self._points, "rel": self._condition},
-      **{"cup": self._union, "or": self._union},
-      **{"cap": self._intersection, "and": self._intersection},
+      **{"cup": self._union, "or": self._union, "cap": self._intersection},
+      **{"and": self._all, "list": self._all},
       **{"minus": self._minus, "such": self._such},
     }.get(node.kind)
     if rule is None:
@@ -546,9 +587,9 @@ class _Regions:
     if len(names) != 1 or len(sides) > 3 or not _is_simple(sides[names[0]]):
       raise tree.Unreadable("no condition on one variable")
     place, variable = names[0], sides[names[0]]
-    if operators == ("!=",):
+    if operators in (("!=",), ("=",)):
       point = self._points(Node("set", (sides[1 - place],)))[1]
-      return variable, self._complement(point)
+      return variable, self._complement(point) if operators[0] != "=" else point
     low, high = _LINE
     opens = [True, True]
     for at, operator in enumerate(operators):
@@ -573,6 +614,15 @@ class _Regions:
   def _union(self, node: Node) -> Region:
     variable, parts = self._parts(node)
     return variable, _joined([i for part in parts for i in part])
+
+  def _all(self, node: Node) -> Region:
+    """`x > 0, x < 1` is what both say; what cannot be both is either."""
+    if all(i.kind == "tuple" for i in node.args) and not any(
+      map(tree.is_interval, node.args)
+    ):
+      raise tree.Unreadable("pairs")
+    variable, common = self._intersection(node)
+    return (variable, common) if common else self._union(node)
 
   def _intersection(self, node: Node) -> Region:
     variable, parts = self._parts(node)

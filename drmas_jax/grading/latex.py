@@ -12,6 +12,9 @@ a known beginning (the `4` of `4\sqrt(2)`) is never the answer.
     sum       = term {("+" | "-" | "\pm") term}
     term      = factor {["*" | "/"] factor}
     factor    = {sign} atom {"^" .. | "!" | "_" .. | "'"}
+
+What stands before an `=` may go beyond this: `\lim_{x \to 0} f(x) = 5` names
+its value as a letter would.
 """
 
 import functools
@@ -43,8 +46,10 @@ _RELATIONS = {
 _SETS = {r"\cup": "cup", r"\cap": "cap", r"\setminus": "minus"}
 _CURRENCIES = {
   **{r"\$": "dollar", r"\euro": "euro", r"\pounds": "gbp", r"\yen": "yen"},
+  **{r"\rupee": "rupee", r"\won": "won", r"\ruble": "ruble"},
 }
 _OPENINGS = {"(": "(", "[": "[", r"\{": "{", r"\langle": "("}
+_CLOSES = {"(": ")", r"\{": r"\}"}
 _CLOSINGS = {")": ")", "]": "]", r"\}": "}", r"\rangle": ")"}
 _CONSTANTS = {r"\pi": "pi", "e": "e", "i": "i", r"\infty": "oo"}
 _SEPARATORS = (",", ";", "or", "and")
@@ -56,6 +61,11 @@ _ACCENTS = {
 _FLOORS = {r"\lfloor": (r"\rfloor", "floor"), r"\lceil": (r"\rceil", "ceil")}
 # Letters that, before parentheses, are the name of a function.
 _FUNCTION_LETTERS = set("fghFGH")
+# What begins a name that is read as a whole: `\lim_{x \to 0} f = 1`.
+_OPERATORS = {
+  *(r"\lim", r"\sum", r"\prod", r"\int", r"\iint", r"\oint"),
+  *(r"\max", r"\min"),
+}
 _UNREADABLE = {
   *(r"\int", r"\iint", r"\oint", r"\sum", r"\prod", r"\lim", r"\exists"),
   *(r"\forall", r"\to", r"\rightarrow", r"\Rightarrow", r"\implies", r"\iff"),
@@ -169,15 +179,17 @@ class _Parser:
 
   @staticmethod
   def _items(items: list[Node], seen: set[str]) -> Node:
+    items = [i for i in items if not _is_real(i, items)]
     if len(items) == 1:
       return items[0]
-    if seen in ({"or"}, {"and"}) and all(map(_is_region, items)):
+    joined = seen in ({"or"}, {"and"}) and any(map(_is_region, items))
+    if joined and all(i.kind == "rel" or _is_region(i) for i in items):
       return Node(seen.pop(), tuple(items))
     return Node("list", tuple(items))
 
   def relation(self) -> Node:
     self.accept(r"\approx")  # about so much
-    sides, operators = [self.sets()], []
+    sides, operators = [self._left_side()], []
     while self.value in _RELATIONS or self.value == r"\notin":
       if self.value == r"\notin":
         raise Unreadable("not in")
@@ -186,6 +198,47 @@ class _Parser:
     if not operators:
       return sides[0]
     return Node("rel", (tuple(operators), tuple(sides)))
+
+  def _left_side(self) -> Node:
+    """What stands before a sign, as one name where this grammar ends."""
+    start, state = self.place, (self.depth, self.bars, self.in_function)
+    try:
+      return self._defined() or self.sets()
+    except Unreadable:
+      if self.tokens[start].value not in _OPERATORS and not (
+        self.tokens[start].value in ("P", "E")
+        and self.tokens[start + 1].value in ("(", "[")
+      ):
+        raise
+      self.depth, self.bars, self.in_function = state
+      self.currency = None
+      return self._name(start)
+
+  def _defined(self) -> Node | None:
+    """The function that an equation defines, whatever it is called: P_n(x)."""
+    start, name, arguments = self.place, "", []
+    while self.value in ("_", "'") if name else self.token.kind == "sym":
+      name += self.take().value
+      name += self.argument_tokens() if name.endswith("_") else ""
+    if self.accept("("):
+      while self.token.kind == "sym":
+        arguments.append(sym(self.take().value))
+        self.accept(",")
+      if arguments and self.accept(")") and self.value == "=":
+        return tree.function("@" + name, *arguments)
+    self.place = start
+    return None
+
+  def _name(self, start: int) -> Node:
+    """All tokens up to an equals sign that stands in no group."""
+    depth = 0
+    for place in range(start, len(self.tokens)):
+      value = self.tokens[place].value
+      if value == "=" and not depth:
+        self.place = place
+        return sym("".join(t.value for t in self.tokens[start:place]))
+      depth += (value in ("(", "[", "{")) - (value in (")", "]", "}"))
+    raise Unreadable("an operator that has no value")
 
   def sets(self) -> Node:
     node = self.ratio()
@@ -216,8 +269,11 @@ class _Parser:
       return self.phrase()
     value = self.sum()
     unit, self.currency = self.currency, None
-    if not unit and self._at_unit():
-      value, unit = self.unit(value)
+    if self._at_unit():
+      value, named = self.unit(value)  # \$5 million dollars
+      if unit and named not in (unit, None):
+        raise Unreadable("two units")
+      unit = unit or named
     return Node("unit", (value, unit)) if unit else value
 
   def phrase(self) -> Node:
@@ -227,7 +283,9 @@ class _Parser:
       words.append(self.take().value)
     text = " ".join(words)
     short = len(text) <= 3 and text.isascii() and text.isalpha()
-    if short and text.lower() not in SHORT_WORDS:  # \text{B}, \text{CD}
+    # Points are put together inside of a group: \frac{NO}{AM}.
+    points = self.depth and self.tokens[start].kind == "word" and text.isupper()
+    if short and (points or text.lower() not in SHORT_WORDS):  # \text{B}
       letters = [Token("sym", c, True) for c in text]
       self.tokens[start : self.place] = letters
       self.place = start
@@ -290,7 +348,11 @@ class _Parser:
     while operator := self.accept("+", "-", r"\pm", r"\mp"):
       if self._at_close() and operator in "+-":
         raise Unreadable("a sign without a term")  # 0^+ and its like
-      terms.append(_signed(operator, self.term()))
+      term = self.term()
+      if operator == "-" and term.kind == "set" and len(terms) == 1:
+        terms[0] = Node("minus", (terms[0], term))
+      else:
+        terms.append(_signed(operator, term))
     return terms[0] if len(terms) == 1 else tree.add(*terms)
 
   def term(self) -> Node:
@@ -411,9 +473,11 @@ class _Parser:
     self.expect("_")
     start = self.place
     argument = self.deeper(self.argument_tokens)
-    before = self.tokens[start - 2]
-    if node.kind == "num" and before.kind == "num":
-      return _in_base(before.value, argument)
+    before = self.tokens[max(0, start - 4) : start - 1]
+    if [t.value for t in before[::2]] == ["(", ")"]:  # (52)_8
+      before = before[1:2]
+    if node.kind == "num" and before[-1].kind == "num":
+      return _in_base(before[-1].value, argument)
     if node.kind not in ("sym", "const"):
       raise Unreadable("a subscript of what is no name")
     return sym(f"{node.args[0]}_{argument}")
@@ -510,6 +574,7 @@ class _Parser:
     """A constant, a symbol, or an unknown function of what follows."""
     if letter in _CONSTANTS:
       return Node("const", (_CONSTANTS[letter],))
+    marks = self._marks() if letter in _FUNCTION_LETTERS else ""
     opened = self.tokens[self.place : self.place + 3]
     values = [t.value for t in opened]
     applied = values[:1] == ["("] and (
@@ -522,7 +587,19 @@ class _Parser:
     inside = self.deeper(self.answer)
     self.expect(")")
     args = inside.args if inside.kind == "list" else (inside,)
-    return tree.function("@" + letter, *args)
+    return tree.function("@" + letter + marks, *args)
+
+  def _marks(self) -> str:
+    """Of a derivative or an inverse that is applied: f'(x), f^{-1}(x)."""
+    start, marks = self.place, ""
+    while self.accept("'"):
+      marks += "'"
+    if not marks and self.accept("^") and self.value == "{":
+      marks = "^" + self.argument_tokens()
+    if self.value == "(" and marks.strip("'") in ("", "^-1"):
+      return marks
+    self.place = start
+    return ""
 
   def command(self, name: str) -> Node:
     if name in _CONSTANTS:
@@ -551,6 +628,8 @@ class _Parser:
       if (name, inside) == (r"\mathbb", "R"):
         return tree.REALS
       return sym(f"{name}{{{inside}}}")
+    if name in (r"\R", r"\reals", r"\Reals"):
+      return tree.REALS
     if name in _UNREADABLE or not (name[1:].isalpha() or name == r"\mho"):
       raise Unreadable(f"{name} is beyond this grammar")
     return sym(name[1:] if name[1:] in GREEK else name)
@@ -607,9 +686,11 @@ class _Parser:
     )
 
   def applied_to_list(self, name: str) -> Node:
-    self.expect("(")
+    close = _CLOSES.get(self.accept("(", r"\{"))
+    if close is None:
+      raise Unreadable(f"{name} of nothing")
     inside = self.deeper(self.answer)
-    self.expect(")")
+    self.expect(close)
     args = inside.args if inside.kind == "list" else (inside,)
     if len(args) > 1 and name in ("abs", "floor", "ceil"):
       raise Unreadable(f"{name} of a list")
@@ -661,12 +742,18 @@ class _Parser:
 
 def _is_region(node: Node) -> bool:
   """A condition or an interval, which "or" joins to others of its kind."""
-  if node.kind == "tuple":
-    ends = any(n == tree.INFINITY for n in tree.nodes(node))
-    return ends or node.args[:2] != ("(", ")")
   if node.kind == "rel":
     return not set(node.args[0]) <= {"=", "~"}
-  return node.kind == "cup"
+  return node.kind == "cup" or tree.is_interval(node)
+
+
+def _is_real(node: Node, items: list[Node]) -> bool:
+  """Whether it says no more than that a number of other items is real."""
+  if node.kind != "rel" or node.args[0] != ("in",):
+    return False
+  name, values = node.args[1]
+  others = (tree.symbols(i) for i in items if i is not node)
+  return values == tree.REALS and any(name == sym(n) for o in others for n in o)
 
 
 def _signed(operator: str, node: Node) -> Node:

@@ -14,20 +14,28 @@ from collections.abc import Sequence
 from drmas_jax.agents.agent import find_block
 
 # Changed by hand whenever a verdict may change; manifests record it.
-VERSION = "1"
+VERSION = "2"
 
 _ARTICLES = {"a", "an", "the"}
-_INVISIBLE = dict.fromkeys(map(ord, "\0\u00ad\u200b\u2060\ufeff"))
+_DROPPED = "\0\ufe0e\ufe0f"  # beside what only formats: category Cf
 _DASHES = "-‐‑‒–—―−﹣－"
 _QUOTES = str.maketrans(
-  {**dict.fromkeys("‘’‚‛′`´", "'"), **dict.fromkeys("“”„‟″«»", '"')}
+  {
+    **dict.fromkeys("‘’‚‛′`´ʹʻʼ", "'"),
+    **dict.fromkeys("“”„‟″«»", '"'),
+    "⁄": "/",
+  }
 )
 # A minus, not a dash: a number follows, and nothing that it could join to it.
-_MINUS = re.compile(rf"(?<![^\s(\[{{\"'])(?<![0-9] )[{_DASHES}](?=\.?[0-9])")
+_MINUS = re.compile(
+  rf"(?<![^\s(\[{{\"'])(?<![0-9] )[{_DASHES}](?=[$€£¥₹]?\.?[0-9])"
+)
+_VULGAR = re.compile("(?<=[0-9])(?=[¼-¾⅐-⅞])")
 _DASH = re.compile(f"[{_DASHES}]")
 _NUMBER = re.compile(
   r"(?P<sign>[+\0]?)(?P<currency>[^\w\s.+]?)"
   r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.(?P<places>[0-9]*))?"
+  r"(?P<unit>[^\W\d_]*|[^\w\s.,])"
 )
 _NO_MINUS = "\0"  # stands for a minus while dashes become spaces
 
@@ -79,12 +87,23 @@ def answer_of(completion: str) -> str | None:
 
 def normalize(text: str) -> str:
   """The form in which `em` compares answers; linear time."""
-  text = _fold(text.translate(_INVISIBLE)).translate(_QUOTES)
+  text = _fold(_shown(text)).translate(_QUOTES)
   folded = " ".join(text.split())
   text = _DASH.sub(" ", _MINUS.sub(_NO_MINUS, folded))
   words = [w for w in map(_word, text.split()) if w]
   rest = [w for w in words if w not in _ARTICLES]
   return " ".join(rest or words) or folded
+
+
+def _shown(text: str) -> str:
+  """Without what cannot be seen; digits of all scripts as ASCII ones."""
+  if text.isascii():
+    return text.replace("\0", "")
+  text = "".join(
+    c for c in text if c not in _DROPPED and unicodedata.category(c) != "Cf"
+  )
+  text = re.sub(r"\d", lambda m: str(int(m[0])), text)
+  return _VULGAR.sub(" ", text)
 
 
 def _checked(golds: Sequence[str]) -> list[str]:
@@ -127,7 +146,7 @@ def _number(word: str) -> str:
   places = (match["places"] or "").rstrip("0")
   value = f"{whole}.{places}" if places else whole
   negative = match["sign"] == _NO_MINUS and value != "0"
-  return f"{'-' if negative else ''}{match['currency']}{value}"
+  return f"{'-' if negative else ''}{match['currency']}{value}{match['unit']}"
 
 
 def _search_r1(text: str) -> str:

@@ -39,6 +39,7 @@ GREEK = (
 _GREEK_LETTERS = "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"
 
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
+_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₋₊ₙ", "0123456789-+n", strict=True))
 _CHARACTERS = str.maketrans(
   {
     **dict.fromkeys("−‐‑‒–—﹣－", "-"),
@@ -50,12 +51,16 @@ _CHARACTERS = str.maketrans(
     **{"∅": r"\emptyset ", "∖": r"\setminus ", "≡": r"\equiv "},
     **{"°": r"\degree ", "º": r"\degree ", "˚": r"\degree "},
     **{"€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "¢": r"\cent "},
+    **{"₹": r"\rupee ", "₩": r"\won ", "₽": r"\ruble "},
     **{"′": "'", "’": "'", "″": "''", "…": r"\ldots ", "⟨": r"\langle "},
     **{"⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor "},
     **{"⌈": r"\lceil ", "⌉": r"\rceil ", "ℝ": r"\mathbb{R} "},
-    **{"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"},
-    **{"⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "、": ",", "，": ","},
-    **{"。": ".", "；": ";", "％": "%"},
+    **{"、": ",", "，": ",", "。": ".", "；": ";", "％": "%"},
+    **{
+      character: rf"\frac{{{top}}}{{{bottom}}}"
+      for character in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+      for top, bottom in [unicodedata.normalize("NFKC", character).split("⁄")]
+    },
     **{
       letter: rf"\{name} "
       for letter, name in zip(_GREEK_LETTERS, GREEK, strict=True)
@@ -66,10 +71,12 @@ _CHARACTERS = str.maketrans(
 _DROPPED = {
   *(r"\left", r"\right", r"\middle", r"\big", r"\Big", r"\bigg", r"\Bigg"),
   *(r"\bigl", r"\bigr", r"\Bigl", r"\Bigr", r"\biggl", r"\biggr", r"\Biggl"),
-  *(r"\Biggr", r"\!", r"\,", r"\:", r"\;", r"\>", "\\ ", r"\quad", r"\qquad"),
+  *(r"\Biggr", r"\!", r"\,", r"\:", r"\;", r"\>", "\\ "),
   *(r"\displaystyle", r"\textstyle", r"\limits", r"\(", r"\)", r"\[", r"\]"),
   *(r"\mathbf", r"\mathit", r"\mathsf", r"\mathcal", r"\boldsymbol", r"\bm"),
-  *(r"\bf", r"\rm", r"\it", r"\hline", r"\noindent", r"\mathop"),
+  *(r"\mathtt", r"\bf", r"\rm", r"\it", r"\underline", r"\ensuremath"),
+  *(r"\tiny", r"\small", r"\normalsize", r"\large", r"\Large", r"\LARGE"),
+  *(r"\huge", r"\Huge", r"\hline", r"\noindent", r"\mathop", r"\hfill"),
   *(r"\boxed", r"\fbox", r"\thinspace", r"\n", "$", "~", "`"),
 }
 _TEXTS = {
@@ -93,6 +100,9 @@ _ALIASES = {
   **{r"\varnothing": r"\emptyset", r"\prime": "'", r"\degree": "deg"},
   **dict.fromkeys((r"\cdots", r"\dots", r"\dotsc"), r"\ldots"),
   **{r"\varepsilon": r"\epsilon", r"\varphi": r"\phi", r"\bmod": r"\mod"},
+  **{r"\pmod": r"\mod", r"\bigcup": r"\cup", r"\bigcap": r"\cap"},
+  **dict.fromkeys((r"\backslash", r"\smallsetminus"), r"\setminus"),
+  r"\cr": r"\\",
   **{r"\textdollar": r"\$", "%": r"\%", r"\percent": r"\%", r"\imath": "i"},
   **{r"\tg": r"\tan", r"\ctg": r"\cot", r"\cosec": r"\csc"},
 }
@@ -109,15 +119,17 @@ _BARE = {
   **{"sqrt": r"\sqrt", "frac": r"\frac", "dfrac": r"\frac", "tfrac": r"\frac"},
   **{"infinity": r"\infty", "infty": r"\infty", "inf": r"\infty"},
   **{"Infinity": r"\infty", "Inf": r"\infty", "oo": r"\infty"},
-  **{"binom": r"\binom", "cup": r"\cup", "mod": r"\mod"},
+  **{"binom": r"\binom", "mod": r"\mod"},
   **{"left": r"\left", "right": r"\right"},
 }
+# Of those, the ones that are no word or unit in a text.
+_SPELLED = {*FUNCTIONS, "gcd", "lcm"} - {"exp", "sec"}
 # Words too short to be told from a product of letters by their length.
 SHORT_WORDS = {
   *("yes", "no", "odd", "one", "two", "six", "ten", "red", "all", "any", "may"),
   *("jan", "feb", "mar", "apr", "jun", "jul", "aug", "sep", "oct", "nov"),
   *("dec", "mon", "tue", "wed", "thu", "fri", "sat", "sun", "boy", "dog"),
-  *("cat", "car", "bus", "day", "man", "not"),
+  *("cat", "car", "bus", "day", "man", "not", "dne"),
 }
 
 _TOKEN = re.compile(
@@ -132,49 +144,122 @@ _TOKEN = re.compile(
   re.DOTALL,
 )
 _PHRASE = re.compile(r"\s*[^\W\d_]+(?:[\s.\-'/]+[^\W\d_]+)*[\s.]*")
+_TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|[mh]box)\s*\{([^{}]*)\}")
+_PROSE_WORD = re.compile(r"[^\W_]+")
+_PROSE = re.compile(r"[^\W_]+(?:[\s.,;:'\-]+[^\W_]+)+[\s.!]*")
 _CONNECTOR = re.compile(r"[\s,]*(or|and|;)?[\s,]*", re.IGNORECASE)
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
+_QUOTES = {'"': '"', "'": "'", "“": "”", "‘": "’", "«": "»", "`": "'"}
 _DEGREE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))")
 _PRIMES = re.compile(r"\^\s*(?:\{\s*((?:\\prime\s*)+)\}|\\prime(?![a-zA-Z]))")
 _PERIOD = re.compile(r"\\(?:overline|bar|dot)")  # of `0.\overline{3}`
-_PHANTOM = re.compile(r"\\phantom\s*(?:\{[^{}]*\}|[^\s\\])")
+# What shows nothing that counts; a `\quad` also where it is written `\quadx`.
+_UNSEEN = re.compile(
+  r"\\[hv]?phantom\s*(?:\{[^{}]*\}|[^\s\\])"
+  r"|\\(?:(?:text)?color|[hv]space\*?)\s*\{[^{}]*\}|\\q?quad"
+)
+_OLD_FONT = re.compile(
+  r"\{\s*\\(?:rm|bf|it)(?![a-zA-Z])\s*([^{}]*)\}|\\rm\s*\{([^{}]*)\}"
+)
+# Names of the sides of a bracket that opens to the outside: ]0, 1[.
+_SIDES = re.compile(r"\\(?:left|right)\s*(?=[\[\]])")
+_LINE_SPACE = re.compile(r"(?<=\\\\)\s*\[[0-9.]+\s*[a-z]{2}\]")
+_ESCAPED = re.compile(r"\\\\(?=[a-zA-Z])")
+_UNION = re.compile(
+  r"(,[^()\[\]]*[)\]]|\\\})\s*U\s*(?=(?:\\left\s*)?[(\[]|\\\{)"
+)
+_NOT = re.compile(r"\\not\s*(=|\\in(?![a-z]))")
+_MODULO = re.compile(
+  r"\(\s*(?:\\[bp]?mod|\\text\s*\{\s*mod\s*\}|mod)\b([^()]*)\)"
+)
+# Repeating decimals: `0.(3)`, and the `0.1666...` whose period is written
+# twice, or three times if it is one digit.
+_IN_BRACKETS = re.compile(r"(?<![\d.])(\d*\.\d*)\((\d+)\)", re.ASCII)
+_BARE_POINT = re.compile(r"(?<![0-9])\.(?=\\(?:overline|bar|dot)\b)")
+_AND_SO_ON = re.compile(
+  r"(?<![\d.])(\d*\.)(\d+)(?:\.\.\.|\\[lc]?dots(?![a-zA-Z]))", re.ASCII
+)
+_MAX_PERIOD = 12
 _LETTER_TIMES = re.compile(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)")
 _OUTWARD = re.compile(r"(^\])|\[$")
 # Commas that are meant as thousands: `10{,}000` and `10,\!000`.
 _THIN_COMMA = re.compile(
-  r"(?<=\d)\s*(?:\{\s*,\s*\}|,\s*\\!|\\,)\s*(?=\d{3}(?!\d))", re.ASCII
+  r"(?<=\d)\s*(?:\{\s*,\s*\}|,\s*\\!|\\[, ]|~)\s*(?=\d{3}(?!\d))", re.ASCII
 )
 _SPACED_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 _BRACKETS_AND_RUNS = re.compile(
   r"\\[{}]|[(\[\])]|(?<![\d.])\d+(?:,\d+)+(?:\.\d+)?", re.ASCII
 )
-_THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
+_THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _QUOTED = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
 _QUOTED_LIST = re.compile(r"""[^'"]{0,40}\[\s*['"]""")
 
 
+@functools.lru_cache(maxsize=4096)
 def clean(text: str) -> str:
   """The text without wrappers, its special characters written as LaTeX."""
-  text = _RAISED.sub(_exponent, text).translate(_CHARACTERS)
-  text = unicodedata.normalize("NFKC", text).strip()
+  text = _unquoted(text if text.isascii() else _as_latex(text))
   if _QUOTED_LIST.match(text):
     text = _unescape(text)
-  for mark in ("**", "__"):  # bold, in Markdown
-    if len(text) > 4 and text.startswith(mark) and text.endswith(mark):
-      text = text[2:-2].strip()
+  if r"\begin" not in text:  # no rows: a command whose slash was escaped
+    text = _ESCAPED.sub(r"\\", text)
   if _SPACED_THOUSANDS.fullmatch(text):
     text = text.replace(" ", "")
   text = _PRIMES.sub(lambda m: "'" * ((m[1] or "\\").count("\\")), text)
-  text = _PHANTOM.sub("", _DEGREE.sub(r"\\degree ", text))
+  text = _UNSEEN.sub(" ", _DEGREE.sub(r"\\degree ", text))
+  text = _OLD_FONT.sub(lambda m: rf"\mathrm{{{m[1] or m[2]}}}", text)
+  text = _SIDES.sub("", _LINE_SPACE.sub("", text)).strip()
   if text.startswith("]") or text.endswith("["):  # ]0, 1[
     text = _OUTWARD.sub(lambda m: "(" if m[1] else ")", text)
-  text = _LETTER_TIMES.sub(r"\\times ", units.mark_fractions(text))
+  text = _NOT.sub(lambda m: r"\ne " if m[1] == "=" else r"\notin ", text)
+  text = _UNION.sub(r"\1 \\cup ", _MODULO.sub(r"\\mod{\1}", text))
+  text = _BARE_POINT.sub("0.", text)
+  text = _IN_BRACKETS.sub(r"\1\\overline{\2}", text)
+  text = _AND_SO_ON.sub(_repeating, text)
+  text = _LETTER_TIMES.sub(r"\\times ", units.marked(text))
   return _THIN_COMMA.sub("", text)
 
 
-def _exponent(raised: re.Match) -> str:
-  return "^{" + "".join(_SUPERSCRIPTS[c] for c in raised.group()) + "}"
+def _as_latex(text: str) -> str:
+  """ASCII spellings of digits, signs and letters that have one."""
+  text = "".join(c for c in text if unicodedata.category(c) != "Cf")
+  text = _RAISED.sub(lambda m: _shifted("^", _SUPERSCRIPTS, m[0]), text)
+  text = _LOWERED.sub(lambda m: _shifted("_", _SUBSCRIPTS, m[0]), text)
+  # Twice: the first saves what NFKC would lose, the second is for what it adds.
+  text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS))
+  text = re.sub(r"\d", lambda m: str(int(m[0])), text)  # of any script
+  return text.translate(_CHARACTERS)
+
+
+def _shifted(mark: str, characters: dict[str, str], run: str) -> str:
+  return f"{mark}{{{''.join(characters[c] for c in run)}}}"
+
+
+def _unquoted(text: str) -> str:
+  """Without Markdown's bold or italic, and quotation marks, around it all."""
+  text = text.strip()
+  for mark in ("**", "__", "*"):
+    inner = text[len(mark) : -len(mark)].strip()
+    if inner and text.startswith(mark) and text.endswith(mark):
+      text = inner
+  inner = text[1:-1].strip()
+  if inner and _QUOTES.get(text[0]) == text[-1] and text[-1] not in inner:
+    text = inner
+  return text
+
+
+def _repeating(decimal: re.Match) -> str:
+  r"""`0.1666...` as `0.1\overline{6}`, if its digits do repeat."""
+  start, digits = decimal[1], decimal[2]
+  for size in range(1, _MAX_PERIOD + 1):
+    period = digits[-size:]
+    if digits.endswith(period * (3 if size == 1 else 2)):
+      while digits.endswith(period):
+        digits = digits.removesuffix(period)
+      return rf"{start}{digits}\overline{{{period}}}"
+  return decimal[0]
 
 
 def _unescape(text: str) -> str:
@@ -218,7 +303,7 @@ def tokenize(text: str) -> list[Token]:
   """Tokens of a cleaned text; linear time."""
   tokens = _append_tokens(text, [])
   start, stop = 0, len(tokens)
-  while stop and tokens[stop - 1].value in (".", ",", ";", ":", "?"):
+  while stop and tokens[stop - 1].value in (*".,;:?", r"\\"):
     stop -= 1
   while start < stop and tokens[start].value in (",", ";", ":"):
     start += 1
@@ -278,7 +363,9 @@ def _append_text(
   connector = _CONNECTOR.fullmatch(content)
   if connector and word:
     tokens.append(Token("op", (connector[1] or ",").lower(), True))
-  elif font and word in _BARE:
+  elif word in (_BARE if font else _SPELLED) and not (
+    ends_value(tokens) and units.is_bare(word, True)  # 5 \mathrm{min}
+  ):
     tokens.append(Token("cmd", _BARE[word], True))
   elif (
     len(word) == 1
@@ -289,7 +376,19 @@ def _append_text(
   elif _PHRASE.fullmatch(content) or nested:
     tokens.append(Token("text", word, True))
   else:  # once: a text within a text is a phrase, so time stays linear
+    start, follows = len(tokens), font and ends_value(tokens)
     _append_tokens(content, tokens, nested=True)
+    if follows and all(map(_may_be_unit, tokens[start:])):  # \mathrm{m\,s^{-1}}
+      tokens[start:] = [
+        t._replace(kind="text") if t.value.isalpha() else t
+        for t in tokens[start:]
+      ]
+
+
+def _may_be_unit(token: Token) -> bool:
+  if token.value.isalpha():
+    return token.value in units.LETTERS or units.is_bare(token.value, True)
+  return token.kind == "num" or token.value in ("^", "{", "}", "-", "*", "/")
 
 
 def ends_value(tokens: list[Token]) -> bool:
@@ -328,6 +427,21 @@ def _append_word(run: str, tokens: list[Token], spaced: bool) -> None:
 def _goes_on(last: Token | None, spaced: bool) -> bool:
   """Whether words came before, so that this run is one more."""
   return spaced and last is not None and last.kind in ("text", "word")
+
+
+@functools.lru_cache(maxsize=4096)
+def prose(text: str) -> tuple[str, ...] | None:
+  r"""Words without case, of two or more; None where it is not all words.
+
+  A `\text` around all or a part of them is no difference.
+  """
+  text = _TEXT.sub(r" \1 ", clean(text))
+  if not _PROSE.fullmatch(text.strip()):
+    return None
+  words = _PROSE_WORD.findall(text.casefold())
+  return (
+    tuple(words) if any(w.isalpha() and len(w) > 3 for w in words) else None
+  )
 
 
 @functools.lru_cache(maxsize=4096)

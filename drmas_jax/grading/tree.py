@@ -95,7 +95,15 @@ def _may_be_infinite(node: Node) -> bool:
 
 
 def add(*nodes: Node) -> Node:
+  """A sum; matrices are added cell by cell."""
+  if len({_shape(node) for node in nodes}) == 1 and nodes[0].kind == "matrix":
+    rows = zip(*(node.args for node in nodes), strict=True)
+    return Node("matrix", tuple(tuple(map(add, *row)) for row in rows))
   return _fold("add", nodes, 0, lambda x, y: x + y)
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+  return tuple(map(len, node.args)) if node.kind == "matrix" else ()
 
 
 def mul(*nodes: Node) -> Node:
@@ -179,6 +187,14 @@ def function(name: str, *args: Node) -> Node:
 
 def is_integer(node: Node) -> bool:
   return node.kind == "num" and node.args[0].denominator == 1
+
+
+def is_interval(node: Node) -> bool:
+  """Whether a pair can be nothing else: `[0, 1)`, `(0, oo)`."""
+  if node.kind != "tuple" or len(node.args[2]) != 2:
+    return False
+  infinite = any(n == INFINITY for n in nodes(node))
+  return infinite or node.args[:2] != ("(", ")")
 
 
 def rational(node: Node) -> Fraction | None:

@@ -37,6 +37,8 @@ _SPELLINGS = {
   "dollar": ("USD", "usd", "$"),
   "cent": ("¢",),
   "euro": ("EUR", "eur"),
+  "rupee": ("INR",),
+  "ruble": ("rouble",),
   "mph": (),
   "Hz": ("hertz", "hz"),
   "J": ("joule",),
@@ -60,7 +62,7 @@ _BARE_SPACED = {
   *("sec", "eV", "keV", "MeV", "GeV", "kJ", "kW", "kV", "kHz", "MHz", "GHz"),
   *("kPa", "Pa", "rad", "cal", "kcal", "mol", "mph", "kph", "wk", "yr", "yrs"),
   *("hrs", "mins", "secs", "pct", "USD", "EUR", "sq", "cu", "pm", "am", "PM"),
-  *("AM",),
+  *("AM", "cup", "gal", "ton"),
 }
 _BARE_TIGHT = {
   *("cm", "ft", "kg", "lb", "lbs", "mph", "Hz", "mL", "kcal", "sec", "hrs"),
@@ -72,6 +74,16 @@ _FRACTION = re.compile(
   r"(?<=[0-9}]) *(\b(?:[kcm]?m|ft|mi|[km]?g|m?L|k?J|N|k?W|k?cal|mol))"
   r" *(/) *(s|sec|h|hr|min|k?g|[cm]?m|m?L|mol|day)\b(?=[\^ $.]|\Z)"
 )
+# \frac{\text{miles}}{\text{hour}} after a number.
+_WORDS = r"(\\(?:text[a-z]*|mathrm|mbox)\s*\{[^{}]*\})"
+_FRACTION_OF_WORDS = re.compile(
+  r"(?<=[0-9}])((?:\s|\\[,; ]|~)*)\\[dt]?frac\s*"
+  rf"\{{\s*{_WORDS}\s*\}}\s*\{{\s*{_WORDS}\s*\}}"
+)
+_NOON = re.compile(r"(?<=[0-9])\s*([ap])\.\s?m\.?", re.IGNORECASE)
+# A currency in letters before the number.
+_CODE = re.compile(r"\bUS ?(?=\\?\$)|\b(USD|EUR|GBP|INR|Rs\.?) ?(?=[0-9])")
+_SIGNS = {"USD": r"\$", "EUR": r"\euro ", "GBP": r"\pounds "}
 
 SCALES = {
   **{"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6},
@@ -95,9 +107,15 @@ def is_bare(run: str, spaced: bool) -> bool:
   return run in _BARE_TIGHT or (spaced and run in _BARE_SPACED)
 
 
-def mark_fractions(text: str) -> str:
+def marked(text: str) -> str:
   """Text with a unit like the `m/s` of `5 m/s^2` marked as such."""
+  text = _FRACTION_OF_WORDS.sub(r"\1\2/\3", _NOON.sub(r" \1m", text))
+  text = _CODE.sub(_sign, text)
   return _FRACTION.sub(r"\\text{ \1}\2\\text{\3}", text)
+
+
+def _sign(code: re.Match) -> str:
+  return _SIGNS.get(code[1], r"\rupee ") if code[1] else ""
 
 
 def unit(pieces: list[str]) -> str | None:

@@ -139,6 +139,17 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
 def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
   """transformers 5 keeps all of it in `rope_parameters`, 4 in two keys."""
   rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+  older = raw.get("rope_scaling") or {}
+  if any(rope.get(key) != value for key, value in older.items()):
+    raise ValueError(
+      f"rope_scaling: {older} is not what rope_parameters says, {rope}; write "
+      "what is meant into the latter, and remove the former"
+    )
+  if per_layer := [k for k, v in rope.items() if isinstance(v, Mapping)]:
+    raise ValueError(
+      f"rope_parameters: of {per_layer} apart; supported is one rotation for "
+      "all layers"
+    )
   theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
   kind = rope.get("rope_type") or rope.get("type") or "default"
   if kind == "default":

@@ -141,7 +141,9 @@ def _fill(corpus: corpus_lib.Corpus, folder: pathlib.Path) -> None:
       array("i", [columns.setdefault(w, len(columns)) for w in found])
     )
   if not columns:
-    raise ValueError("no passage of the corpus holds a word")
+    raise ValueError(
+      f"{folder}: would be empty, as no passage of the corpus holds a word"
+    )
   bm25 = _bm25s().BM25(**_METHOD, backend="numpy")
   bm25.index((rows, columns), create_empty_token=False, show_progress=True)
   for name in _MATRIX:

@@ -248,7 +248,10 @@ class Client:
       raise
     except http.Refused as e:
       raise RetrievalFault(str(e)) from e
-    found = wire.read_answer(answer, num, k)
+    try:
+      found = wire.read_answer(answer, num, k)
+    except RetrievalFault as e:
+      raise RetrievalFault(f"{server.url}: {e}") from e
     self._usual.add(asyncio.get_running_loop().time() - began)
     return found
 

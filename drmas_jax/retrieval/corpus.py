@@ -146,7 +146,7 @@ def ready(
       with _locked(where.index.parent):
         if _fault(where, paths):  # nobody has made it meanwhile
           _make(where, paths, fill)
-    except PermissionError as e:
+    except OSError as e:
       raise ValueError(
         f"{where.index}: {fault}, and it cannot be made there: {e}; name "
         "another folder as index"
@@ -162,8 +162,9 @@ def _files(corpus: pathlib.Path) -> list[pathlib.Path]:
   else:
     raise ValueError(f"{corpus}: no such file or folder; name a corpus")
   if not paths or paths[0].suffix != ".jsonl":
+    what = "is" if corpus.is_file() else "holds"
     raise ValueError(
-      f"{corpus}: holds no .jsonl file; a corpus has one passage a line, and "
+      f"{corpus}: {what} no .jsonl file; a corpus has one passage a line, and "
       "is not compressed"
     )
   return paths
@@ -223,6 +224,7 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _make(where: Place, paths: list[pathlib.Path], fill) -> None:
+  _check_place(where.index)
   part = where.index.with_name(f"{where.index.name}.part")
   files, lines = _scan(paths)
   stamp = json.dumps(
@@ -237,12 +239,18 @@ def _make(where: Place, paths: list[pathlib.Path], fill) -> None:
   fill(Corpus(paths, lines), part)
   (part / _STAMP).rename(part / _MANIFEST)
   if where.index.exists():  # an index that is no longer of use
-    if not (where.index / _MANIFEST).exists() and any(where.index.iterdir()):
-      raise ValueError(
-        f"{where.index}: is no index, and not empty; name another folder"
-      )
     shutil.rmtree(where.index)
   part.rename(where.index)
+
+
+def _check_place(index: pathlib.Path) -> None:
+  """Raises a ValueError for what is no index, and would be lost."""
+  if not index.exists() or (index / _MANIFEST).exists():
+    return
+  if not index.is_dir() or any(index.iterdir()):
+    raise ValueError(
+      f"{index}: is no index, and not empty; name another folder"
+    )
 
 
 def _scan(
@@ -277,7 +285,8 @@ def _scan(
       )
   joined = np.concatenate(lines)
   if not len(joined):
-    raise ValueError(f"{paths[0].parent}: there is no passage in its files")
+    where = paths[0] if len(paths) == 1 else paths[0].parent
+    raise ValueError(f"{where}: there is no passage in it; write one a line")
   return files, joined
 
 

@@ -34,6 +34,7 @@ from drmas_jax.serving.loop import (
 from drmas_jax.tokenizer import Tokenizer
 from drmas_jax.types import Episode, Fault, Turn
 
+_MIN_CHARACTERS = 1 << 16  # that are encoded; a word unknown may have many
 _LOOK_S = 0.25  # between two looks whether the client is there
 _RETRY_S = 1
 
@@ -44,6 +45,9 @@ class Codec:
 
   def __init__(self, tokenizer: Tokenizer, max_length: int):
     self.max_length = max_length
+    longest = max(map(len, tokenizer.vocabulary()))
+    # More cannot fit: a character takes one of a token's, or several.
+    self.max_characters = max(max_length * longest, _MIN_CHARACTERS)
     self._tokenizer = tokenizer
     self._lock = threading.Lock()
 
@@ -98,6 +102,15 @@ class Desk:
     Raises:
       ApiError: it cannot be served, or not now.
     """
+    if ask.n > self.loop.limit:  # not now, nor later
+      raise api.ApiError(
+        400,
+        f"n: {ask.n} is more than this server has open at a time; write at "
+        f"most {self.loop.limit}",
+        "invalid_value",
+        "n",
+      )
+    self._check_size(ask)
     deadline = time.monotonic() + self._timeout_s
     common = {"num": ask.n, "seed": _seed(ask.seed), "deadline": deadline}
     if ask.model == api.TEAM:
@@ -118,6 +131,20 @@ class Desk:
     except Closed as e:
       raise _stopping() from e
     return answer
+
+  def _check_size(self, ask: api.Ask) -> None:
+    """Of a text that no prompt has room for: to encode it takes long."""
+    own = self.codecs.values()
+    if ask.model != api.TEAM:
+      own = [self.codecs[ask.model]]
+    size = sum(len(message["content"]) for message in ask.messages)
+    most = max((codec.max_characters for codec in own), default=size)
+    if size > most:
+      raise _too_long(
+        "messages",
+        f"{size} characters, and model={ask.model!r} has room for less than "
+        f"{most}; shorten them",
+      )
 
   def _chat(self, ask: api.Ask, common: Mapping[str, Any]) -> Chat:
     codec = self.codecs[ask.model]

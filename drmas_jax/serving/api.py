@@ -210,8 +210,8 @@ def _number(low: float, high: float, above: bool = False) -> Callable:
 
 
 def _bounds(low: float, high: float) -> str:
-  found = [f">= {low:g}"] if low > -math.inf else []
-  found += [f"<= {high:g}"] if high < math.inf else []
+  found = [f">= {low}"] if low > -math.inf else []
+  found += [f"<= {high}"] if high < math.inf else []
   return " " + ", ".join(found) if found else ""
 
 

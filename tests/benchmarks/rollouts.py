@@ -16,7 +16,8 @@
 A peer runs in an environment of its own (`pip install google-tunix==0.1.7
 jax==0.10.2`; `pip install torch transformers`), whose interpreter is given; one
 that is not given is left out. Figures are medians over the rounds, by wall and
-by CPU seconds; what is compared runs in turns. The last line is JSON.
+by CPU seconds; what is compared runs in turns. Each part's are printed when it
+is done, as a line of JSON, and all of them as the last line.
 """
 
 import rollouts_costs

@@ -11,9 +11,12 @@ import json
 import os
 import pathlib
 import select
+import signal
 import statistics
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -154,18 +157,34 @@ def report(
   given: Mapping[str, str],
   *peers: Any,
 ) -> None:
-  """Runs the parts that are asked for; prints each, and all as a last line."""
+  """Runs the parts that are asked for; prints a line of JSON for each when it
+  is done, and as the last line all of them, however the run ends.
+
+  Raises:
+    SystemExit: a part failed, after the others have run; or SIGTERM came.
+  """
   found = {
     "jax": jax.__version__,
     "cores": os.cpu_count(),
     "load": [os.getloadavg()[0]],
     "left out": [name for name, python in given.items() if not python],
   }
-  for part in args.parts:
-    found[part] = parts[part](args, *peers)
-    print(f"{part}: {json.dumps(found[part], indent=2)}", flush=True)
-  found["load"].append(os.getloadavg()[0])
-  print(json.dumps(found))
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit("out of time"))
+  failed = []
+  try:
+    for part in args.parts:
+      try:
+        found[part] = parts[part](args, *peers)
+      except Exception as e:
+        traceback.print_exc()
+        found[part] = {"fault": f"{type(e).__name__}: {e}"}
+        failed.append(part)
+      print(json.dumps({part: found[part]}), flush=True)
+  finally:
+    found["load"].append(os.getloadavg()[0])
+    print(json.dumps(found), flush=True)
+  if failed:
+    sys.exit(f"failed: {', '.join(failed)}")
 
 
 # -- engines -------------------------------------------------------------------

@@ -3,17 +3,19 @@
     PYTHON updates_peer.py {this,tunix,torch} SIZES
 
 SIZES is JSON: the fields of `rollouts_lab.SIZES`. Jobs come on stdin, a line of
-JSON each, and are answered on stdout with seconds and the most memory so far:
+JSON each, and are answered on stdout with seconds, the most memory so far, and
+what there was in use before:
 
     {"do": "update", "rows": [[prompt, completion], ..], ..}
-    {"wall": .., "cpu": .., "rss_gb": ..}
+    {"wall": .., "cpu": .., "rss_gb": .., "before_gb": ..}
 
 A job is one optimizer step on random rows with so many tokens each, or with
 "score" their log-probs under the same weights. All sides take the clipped loss
 with 0.04 times k3 to given reference log-probs, AdamW, and float32.
-`this` packs the rows; it reads "micro_tokens". A peer pads prompts and
-completions to the longest that it has room for, google-tunix at the left and
-right of [64, 128]; torch reads "micro", rows at a time, and "threads".
+`this` reads "micro_tokens", and packs the rows unless "packed" is false. A peer
+pads prompts and completions to the longest that it has room for, google-tunix
+at the left and right of [64, 128]; torch reads "micro", rows at a time, and
+"threads".
 """
 
 import json
@@ -37,10 +39,11 @@ def random_rows(rows, vocab_size):
   return ids, rng.normal(size=len(rows)).astype(np.float32)
 
 
-def peak_rss_gb() -> float:
-  """Of this process alone; ru_maxrss begins at that of the one before it."""
+def rss_gb(kind: str) -> float:
+  """What this process holds, "VmRSS", or has held at most, "VmHWM" (ru_maxrss
+  begins at that of the process which started it)."""
   status = pathlib.Path("/proc/self/status").read_text().splitlines()
-  (kb,) = (line.split()[1] for line in status if line.startswith("VmHWM:"))
+  (kb,) = (line.split()[1] for line in status if line.startswith(kind + ":"))
   return int(kb) / 2**20
 
 
@@ -53,13 +56,16 @@ def this(sizes: dict):
   import updates_this
 
   side = updates_this.Side.make(sizes, KL_WEIGHT, RATE)
+  rollouts = updates_this.Rollouts()
 
   def run(job):
-    if job["do"] == "product":
-      return updates_this.product(job["size"], job["num"])
-    rows, gains = random_rows(job["rows"], sizes["vocab_size"])
-    args = side.arguments(rows, gains, OLD, job["micro_tokens"])
-    return getattr(side, job["do"])(args)
+    do, options = job["do"], {k: v for k, v in job.items() if k != "do"}
+    if do == "product":
+      return updates_this.product(**options)
+    if do == "rollout":
+      return rollouts.run(**options)
+    rows, gains = random_rows(options.pop("rows"), side.spec.vocab_size)
+    return getattr(side, do)(side.arguments(rows, gains, OLD, **options))
 
   return run
 
@@ -215,12 +221,14 @@ def main() -> None:
   run = sides[sys.argv[1]](json.loads(sys.argv[2]))
   for line in sys.stdin:
     job = json.loads(line)
+    before = rss_gb("VmRSS")
     wall, cpu = time.perf_counter(), time.process_time()
     said = run(job) or {}
     cost = {
       "wall": time.perf_counter() - wall,
       "cpu": time.process_time() - cpu,
-      "rss_gb": peak_rss_gb(),
+      "rss_gb": rss_gb("VmHWM"),
+      "before_gb": before,
     }
     print(json.dumps(cost | said), file=answers, flush=True)
 
