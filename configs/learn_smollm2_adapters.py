@@ -8,9 +8,10 @@ Both agents are adapters (LoRA) on one copy of the checkpoint, which stays as it
 is; tasks, prompts, steps and evaluation are those of the other config, and the
 learning rate is twenty times as high.
 
-Hardware: 2 CPU cores, 7.1 GB of memory. Time: 24 CPU minutes, on a busy machine
-28 minutes, with the two MALLOC variables of the other config. Expected: held-out
-avg@8 with 95 % intervals, seed 0 from 0.28 [0.21, 0.37] to 0.65 [0.56, 0.74].
+Hardware: 2 CPU cores, 7.1 GB of memory. Time: 24 CPU minutes, 28 minutes on a
+busy machine, with the two MALLOC variables of the other config. Expected:
+held-out avg@8 with 95 % intervals, seed 0 from 0.28 [0.21, 0.37] to 0.65 [0.56,
+0.74].
 """
 
 import pathlib

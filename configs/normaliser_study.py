@@ -5,7 +5,9 @@
 
 The second is one run of it: the tiny team of math_tiny.py with up to four
 solutions in an episode, and without a penalty for turns, which rules of the
-group and rules of the agent would count differently. Hardware: 2 CPU cores. `--part training`, its 72 runs, takes 60 CPU minutes.
+group and rules of the agent would count differently.
+
+Hardware: 2 CPU cores. `--part training`, its 72 runs, takes 60 CPU minutes.
 Expected, and measured once: held-out avg@8 from 0.43, which the warm start
 reached, to
 
@@ -21,10 +23,10 @@ reached, to
     bounded      0.415  -0.090 [-0.286, +0.092]
     grpo         0.505
 
-A difference of 0.03 to 0.06 would have been seen at the default rate, none below
-0.3 at three times it. Means over the team are as good as means by agent here, as
-long as they are over turns; what costs is grpo's baseline, which counts an
-episode's reward once. Gradient norms do not tell the rules apart: of 42 differences to grpo (mean,
+At the default rate a difference of 0.03 to 0.06 would have been seen, at three
+times it none below 0.3. Here the team's mean does as well as the agent's own if
+it is over turns; what sets grpo apart is that it counts each episode once.
+Gradient norms do not tell the rules apart: of 42 differences to grpo (mean,
 largest, and spikes over three times the running median, by agent) one has an
 interval without 0, about what chance gives (the verifier's largest norm,
 global_call 0.26 lower). No update was not finite.
