@@ -175,6 +175,9 @@ class Turns:
         0: it has no work.
     """
     waiting = [i for i, load in enumerate(loads) if load > 0]
+    self._passed = [
+      n if load > 0 else 0 for n, load in zip(self._passed, loads, strict=True)
+    ]
     waiting.sort(
       key=lambda i: (
         self._passed[i] < self._patience,

@@ -238,6 +238,13 @@ def test_an_engine_with_little_to_do_is_not_passed_over_for_ever():
   assert ran == [0, 0, 0, 0, 1] * 3
 
 
+def test_what_was_waited_for_before_it_had_no_work_does_not_count():
+  turns = Turns([{0}, {0}], patience=4)
+  assert [turns.next([1.0, 0.1])[0] for _ in range(4)] == [0] * 4
+  turns.next([1.0, 0.0])  # its request was cancelled
+  assert turns.next([1.0, 0.1]) == [0]
+
+
 def test_engines_of_one_device_in_turn_need_fewer_runs_than_all_at_once():
   """A run takes as long with one slot taken as with all."""
   num, slots = 40, 8
