@@ -269,6 +269,7 @@ def _logprobs(
     vocab_size=spec.vocab_size,
     chunk=spec.head_chunk,
     ways=1 if spec.mesh is None else spec.mesh.shape["tensor"],
+    tied=spec.model.tied,
     with_entropy=with_entropy,
   )
 
@@ -397,35 +398,36 @@ def _micro(tree, i):
 def _gradients(spec, trainable, base, data, scale, num_micro, temperature):
   """Sums over the first num_micro micro-batches of `data`, which is a batch,
   old and reference log-probs and advantages: gradients, loss and error by
-  policy, sums by agent, and the gap to the sampler by token."""
-  value_and_grad = jax.value_and_grad(
-    functools.partial(batch_loss, spec), has_aux=True
-  )
+  policy, sums by agent, and the gap to the sampler by token.
+
+  The backward pass adds to the sum of the gradients where it lies, layer by
+  layer: there is no second set of them, and of a micro-batch no sum of its own.
+  """
+  grads = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), trainable)
 
   def body(i, carry):
-    grads, loss, error, sums, gaps = carry
-    (_, (value, err, more, gap)), new = value_and_grad(
-      trainable, base, *_micro(data, i), scale, temperature
+    loss, error, sums, gaps = carry
+    micro = _micro(data, i)
+    total, backward, (value, err, more, gap) = jax.vjp(
+      lambda own: batch_loss(spec, own, base, *micro, scale, temperature),
+      trainable,
+      has_aux=True,
     )
+    backward.with_refs(grads)(jnp.ones_like(total))
     top = jnp.maximum(sums.log_ratio_max, more.log_ratio_max)
     sums = jax.tree.map(jnp.add, sums, more)._replace(log_ratio_max=top)
-    grads = jax.tree.map(jnp.add, grads, new)
     gaps = gaps.at[i].set(gap)
-    return grads, loss + value, jnp.maximum(error, err), sums, gaps
+    return loss + value, jnp.maximum(error, err), sums, gaps
 
   zeros = jnp.zeros([spec.num_agents], jnp.float32)
   sums = AgentSums(*(zeros for _ in AgentSums._fields))
   if data[2] is None:
     sums = sums._replace(kl=None)
   none = jnp.zeros([spec.num_policies], jnp.float32)
-  start = (
-    jax.tree.map(jnp.zeros_like, trainable),
-    none,
-    none,
-    sums,
-    jnp.zeros(data[0].tokens.shape, jnp.float32),
-  )
-  return jax.lax.fori_loop(0, num_micro, body, start)
+  gaps = jnp.zeros(data[0].tokens.shape, jnp.float32)
+  start = none, none, sums, gaps
+  said = jax.lax.fori_loop(0, num_micro, body, start)
+  return jax.tree.map(lambda ref: ref[...], grads), *said
 
 
 def _apply(spec: Spec, state: TrainState, grads, live):

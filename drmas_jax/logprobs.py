@@ -49,6 +49,7 @@ def token_logprobs(
   vocab_size: int,
   chunk: int,
   ways: int = 1,
+  tied: bool = False,
   with_entropy: bool = True,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None]:
   """Log-prob of each target, and entropy, under the tempered full softmax.
@@ -68,6 +69,8 @@ def token_logprobs(
       forward and backward (they are computed again there), but at least 128
       entries of all tokens; 0 for all of them at once.
     ways: parts that V is sharded in.
+    tied: the head is a transposed embedding, [V, D] in memory; blocks are cut
+      from what is there, so that neither it nor its gradient is copied.
     with_entropy: False leaves the entropy out and returns None for it.
 
   Returns:
@@ -81,10 +84,13 @@ def token_logprobs(
   width //= ways
   least = -(-width * chunk // targets.size)
   size = min(width, -(-least // 128) * 128)
+  stored = head.T if tied else head
+  if ways > 1:
+    stored = stored.reshape((ways, width, dim) if tied else (dim, ways, width))
   out = _by_block(
-    _Blocks(vocab_size, size, -(-width // size), with_entropy),
+    _Blocks(vocab_size, size, -(-width // size), tied, with_entropy),
     hidden.reshape(-1, dim),
-    head.T.reshape(ways, width, dim),
+    stored,
     targets.reshape(-1),
     tempered.reshape(-1),
   )
@@ -102,40 +108,50 @@ def _at_once(hidden, head, targets, tempered, vocab_size, with_entropy):
 
 
 class _Blocks(NamedTuple):
-  """How the head [ways, width, D] is gone through; static.
+  """How the head is gone through; static.
 
   Attributes:
     vocab_size: entries that are tokens.
     size: of a block: so many entries of each of the `ways` parts.
     num: of blocks. The last begins early where the size does not divide.
+    tied: the head is [ways, width, D] or, of one part, [V, D]; otherwise
+      [D, ways, width] or [D, V].
     with_entropy: whether it is wanted.
   """
 
   vocab_size: int
   size: int
   num: int
+  tied: bool
   with_entropy: bool
+
+  @property
+  def axis(self) -> int:
+    """Of the entries of a part."""
+    return -2 if self.tied else -1
 
 
 def _block(blocks, j, head, hidden, targets, tempered):
-  """Block j's start, its part of the head [E, D], its logits [N, E] divided by
+  """Block j's start, its part of the head [D, E], its logits [N, E] divided by
   the temperature, and where they are of the target."""
-  ways, width, dim = head.shape
+  dim, width = hidden.shape[1], head.shape[blocks.axis]
+  ways = head.size // (dim * width)
   start = jnp.minimum(j * blocks.size, width - blocks.size)
   at = start + jnp.arange(blocks.size)
   ids = jnp.arange(ways)[:, None] * width + at
   own = (at >= j * blocks.size) & (ids < blocks.vocab_size)
-  part = jax.lax.dynamic_slice_in_dim(head, start, blocks.size, axis=1)
-  part = products.rounded(part.reshape(-1, dim), hidden.dtype)
-  z = products.dot(hidden, part.T) / tempered[:, None]
+  part = jax.lax.dynamic_slice_in_dim(head, start, blocks.size, blocks.axis)
+  part = part.reshape(-1, dim).T if blocks.tied else part.reshape(dim, -1)
+  part = products.rounded(part, hidden.dtype)
+  z = products.dot(hidden, part) / tempered[:, None]
   here = (ids.reshape(-1) == targets[:, None]) & own.reshape(-1)
   return start, part, jnp.where(own.reshape(-1), z, MASKED), here
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _by_block(blocks, hidden, head, targets, tempered):
-  """(log-probs, entropy or None) [N] of hidden [N, D], head [ways, width, D];
-  a running softmax."""
+  """(log-probs, entropy or None) [N] of hidden [N, D] and a head as `blocks`
+  says; a running softmax."""
   return _forward(blocks, hidden, head, targets, tempered)[0]
 
 
@@ -166,6 +182,7 @@ def _backward(blocks, residuals, grads):
   for logits z / temperature, p = exp(logp)."""
   hidden, head, targets, tempered, norm, entropy = residuals
   by_logprob, by_entropy = grads
+  axis = blocks.axis
   dot = functools.partial(
     jax.lax.dot_general,
     precision=products.precision(hidden.dtype),
@@ -181,12 +198,12 @@ def _backward(blocks, residuals, grads):
     if blocks.with_entropy:
       dz -= by_entropy[:, None] * p * (logp + entropy[:, None])
     dz = (dz / tempered[:, None]).astype(hidden.dtype)
-    to_hidden += dot(dz, part, (((1,), (0,)), ((), ())))
-    new = dot(dz, hidden, (((0,), (0,)), ((), ())))
-    new = new.reshape(head.shape[0], blocks.size, -1)
+    to_hidden += dot(dz, part, (((1,), (1,)), ((), ())))
+    both = (dz, hidden) if blocks.tied else (hidden, dz)
     # Added: the last block's first entries, not its own, are there already.
-    new += jax.lax.dynamic_slice_in_dim(to_head, start, blocks.size, axis=1)
-    to_head = jax.lax.dynamic_update_slice_in_dim(to_head, new, start, axis=1)
+    old = jax.lax.dynamic_slice_in_dim(to_head, start, blocks.size, axis)
+    new = old + dot(*both, (((0,), (0,)), ((), ()))).reshape(old.shape)
+    to_head = jax.lax.dynamic_update_slice_in_dim(to_head, new, start, axis)
     return to_hidden, to_head
 
   start = jnp.zeros_like(hidden, jnp.float32), jnp.zeros_like(head, jnp.float32)

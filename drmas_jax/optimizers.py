@@ -11,9 +11,9 @@ rate of the schedule, for every rule and every parameter. Muon's second paper
 
 Each parameter has a rule and a state of its own, so a state is a tree like the
 parameters with the rule's state in the place of each; how a rule sees a
-parameter follows from its logical axes. With `offload` states lie in the host's
-memory, and visit the device one after the other, those of stacked layers layer
-by layer.
+parameter follows from its logical axes; those of stacked layers are updated
+layer by layer. With `offload` states lie in the host's memory, and visit the
+device one after the other.
 
 All is arithmetic on arrays, so `init` and `update` may be run under `jax.vmap`
 over policies.
@@ -118,23 +118,29 @@ def _rule(
   rule = _gated(rule, config.offload)
   if "layers" not in axes:
     return rule
-  # Muon's temporaries are several times a matrix.
-  one_by_one = config.offload or config.name == "muon"
-  update = _one_by_one(rule) if one_by_one else _at_once(rule)
-  return optax.GradientTransformationExtraArgs(jax.vmap(rule.init), update)
+  return optax.GradientTransformationExtraArgs(
+    jax.vmap(rule.init), _one_by_one(rule)
+  )
 
 
 def _gated(
   rule: optax.GradientTransformation, offload: bool
 ) -> optax.GradientTransformationExtraArgs:
-  """Only where `live`; on the device, and back to where the state was."""
+  """Only where `live`; on the device, and back to where the state was.
+
+  A branch is computed from what it was given: where XLA may merge a new moment
+  with what is made of it, its CPU code computes the moment twice, and keeps a
+  copy of the old one for that.
+  """
+
+  def stay(grad, state, param):
+    del param
+    return jnp.zeros_like(grad), state
 
   def update(grad, state, param, *, live):
     if offload:
       state = move(state, jax.memory.Space.Device)
-    step, new = rule.update(grad, state, param)
-    step = jnp.where(live, step, 0)
-    new = jax.tree.map(lambda n, s: jnp.where(live, n, s), new, state)
+    step, new = jax.lax.cond(live, rule.update, stay, grad, state, param)
     return step, move(new, jax.memory.Space.Host) if offload else new
 
   return optax.GradientTransformationExtraArgs(rule.init, update)
@@ -147,19 +153,9 @@ def move(state: Any, memory: jax.memory.Space) -> Any:
   )
 
 
-def _at_once(rule: optax.GradientTransformationExtraArgs) -> Callable:
-  """The update of a layer's parameter on a stack of them, [L, ..]."""
-
-  def update(grads, state, params, *, live):
-    return jax.vmap(functools.partial(rule.update, live=live))(
-      grads, state, params
-    )
-
-  return update
-
-
 def _one_by_one(rule: optax.GradientTransformationExtraArgs) -> Callable:
-  """The same in a loop, in the place of gradients and state."""
+  """The update of a layer's parameter on a stack of them, [L, ..]: in a loop,
+  in the place of gradients and state, with the temporaries of one layer."""
 
   def update(grads, state, params, *, live):
     def layer(i, carry):

@@ -522,3 +522,25 @@ def test_with_an_entropy_bonus_every_row_has_a_signal():
   assert len(work(near, nothing).parts[0].chats) == 6
   masked = dataclasses.replace(bonus, mask_truncated=True)
   assert len(work(masked, nothing).parts[0].chats) == 5
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_update_holds_one_set_of_gradients(tied):
+  """Beside the state, where parameters are most of what there is: gradients,
+  and the largest parameter's of one micro-batch."""
+  wide = dict(vocab_size=8192, embed_dim=256, mlp_dim=1024, num_layers=8)
+  model = dataclasses.replace(MODEL, tied=tied, **wide)
+  spec = dataclasses.replace(
+    make_spec(), model=model, vocab_size=8192, head_chunk=8
+  )
+  batch = pack(make_turns(), 12, 1)
+  data = batch, batch.sampler_logprobs, None, batching.gather(ADVANTAGES, batch)
+  tokens = batch.mask.sum()[None]
+  program = learner.programs(spec).train_step.func
+  compiled = program.lower(
+    spec, learner.state_shapes(spec), None, data, tokens, LIVE, 12, TEMPERATURE
+  ).compile()
+  sizes = [4 * x.size for x in jax.tree.leaves(learner.trainable_shapes(spec))]
+  used = compiled.memory_analysis().temp_size_in_bytes
+  assert used < sum(sizes) + 2.3 * max(sizes) < 2 * sum(sizes)

@@ -57,10 +57,11 @@ def test_logits_are_float32_sums_of_bfloat16_products():
 # 3 of 48 tokens are 128 entries, the least, in 3 blocks; the last begins early;
 # 30 are 2 blocks of 256; 999 are more than there are. Of 2 and 4 parts the last
 # holds entries that are no tokens; 7 do not divide 300.
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
   "chunk, ways", [(0, 1), (3, 1), (30, 1), (999, 1), (3, 2), (20, 4), (3, 7)]
 )
-def test_equal_to_the_plain_ones_with_gradients(chunk, ways):
+def test_equal_to_the_plain_ones_with_gradients(chunk, ways, tied):
   args = inputs()
 
   def total(f, hidden, head):
@@ -68,7 +69,9 @@ def test_equal_to_the_plain_ones_with_gradients(chunk, ways):
     return jnp.sum(logp * args[3] + 0.3 * entropy), (logp, entropy)
 
   def chunked(*a):
-    return logprobs.token_logprobs(*a, **SHAPE, chunk=chunk, ways=ways)
+    return logprobs.token_logprobs(
+      *a, **SHAPE, chunk=chunk, ways=ways, tied=tied
+    )
 
   def run(f):
     return jax.jit(
@@ -149,26 +152,31 @@ def test_no_b_t_v_forward_or_backward():
   assert temporary(chunk) <= 4 * whole / 4
 
 
-def test_a_large_head_has_one_gradient_and_no_copy():
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_large_head_has_one_gradient_and_no_copy(tied):
   """Nothing as large as the head beside the gradient, which is a result; the
   blocks of logits are smaller here."""
   num_tokens, dim, vocab, chunk = 512, 512, 151_936, 32
 
-  def total(hidden, embedding):
+  def total(hidden, weights):
     logp, _ = logprobs.token_logprobs(
       hidden,
-      embedding.T,
+      weights.T if tied else weights,
       jnp.zeros(hidden.shape[:2], jnp.int32),
       jnp.ones(hidden.shape[:2]),
       vocab_size=vocab,
       chunk=chunk,
+      tied=tied,
       with_entropy=False,
     )
     return jnp.sum(logp)
 
   args = [
     jax.ShapeDtypeStruct(shape, jnp.float32)
-    for shape in ((4, num_tokens // 4, dim), (vocab, dim))
+    for shape in (
+      (4, num_tokens // 4, dim),
+      (vocab, dim) if tied else (dim, vocab),
+    )
   ]
   compiled = jax.jit(jax.grad(total, argnums=(0, 1))).lower(*args).compile()
   temporary = compiled.memory_analysis().temp_size_in_bytes
