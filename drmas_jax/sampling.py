@@ -71,7 +71,11 @@ def sample(
   )
   uniform = jax.vmap(jax.random.uniform)(keys)
   drawn, kept_total = _invert(kept_mass, uniform)
-  token = jnp.where(greedy, jnp.argmax(kept, axis=-1), drawn).astype(jnp.int32)
+  token = jax.lax.cond(
+    jnp.any(greedy),
+    lambda: jnp.where(greedy, jnp.argmax(kept, axis=-1), drawn),
+    lambda: drawn,
+  ).astype(jnp.int32)
   logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
   log_kept = jnp.minimum(jnp.log(kept_total / total) + most, 0.0)
   return Sample(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +129,24 @@ def _decode(params, config, prompts, num_new):
     lambda s: s[0] < total, step, (5, cache, ids, logits)
   )
   return state[2], state[3]
+
+
+@pytest.mark.quick
+def test_a_decode_step_computes_its_angles_once():
+  """Not in each head of each layer, as XLA's CPU code would."""
+  cache, _, pages = _paged(CONFIG, 2, 16)
+
+  def step(params, cache, positions):
+    tokens = jnp.zeros_like(positions)
+    return transformer.forward(
+      params, _inputs(tokens, positions), cache, pages, config=CONFIG
+    )
+
+  params = transformer.param_shapes(CONFIG)
+  positions = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+  text = jax.jit(step).lower(params, cache, positions).compile().as_text()
+  made = [line for line in text.splitlines() if re.search(r" sine\(", line)]
+  assert len(made) == 1 < CONFIG.num_layers
 
 
 QUICK = ("llama32", "qwen2", "qwen3")  # one of each family

@@ -8,11 +8,12 @@ whose programs differ, round the same numbers.
 Two shapes are chosen for XLA's CPU code and cost nothing elsewhere: products on
 flattened [B*T, D] rows, and grouped-query attention as [G*T, C] x [C, S] per
 row and kv head (no repeated keys, no 5-d einsum). Here G is the number of query
-heads per kv head.
+heads per kv head. `computed_once` is for it, too.
 """
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,28 @@ def rope_angles(
   freqs = rope_frequencies(head_dim, theta, scaling)
   angles = positions[:, :, None, None].astype(jnp.float32) * freqs
   return jnp.sin(angles), jnp.cos(angles)
+
+
+def computed_once(x: Any, naturals: Int[Array, "*dims"]) -> Any:
+  """`x`, on CPU in arrays of its own.
+
+  XLA's CPU code computes what is element-wise in each loop that reads it, anew
+  for each element: the sine of a position for each head of each layer. It drops
+  optimization barriers before it decides that, but keeps a branch.
+
+  Args:
+    x: a tree of arrays.
+    naturals: numbers that are not negative, which XLA does not know.
+  """
+
+  def branch(x, naturals):
+    known = naturals.reshape(-1)[0] >= 0
+    zeros = jax.tree.map(jnp.zeros_like, x)
+    return jax.lax.cond(known, lambda x, _: x, lambda _, z: z, x, zeros)
+
+  return jax.lax.platform_dependent(
+    x, naturals, cpu=branch, default=lambda x, _: x
+  )
 
 
 def rope(

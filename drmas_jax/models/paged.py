@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from drmas_jax import products, sharding
-from drmas_jax.models import kernels
+from drmas_jax.models import kernels, layers
 
 AXES = {
   "keys": ("pages", "cache_heads", "head_dim", "length"),
@@ -282,7 +282,8 @@ def _attend_owned(q, cache, positions, pages):
   rows, _, num_heads, head_dim = q.shape
   kv_heads, size = cache["values"].shape[1:3]
   dtype = q.dtype
-  q = q.reshape(rows, kv_heads, -1, head_dim)[pages.owner]
+  q = layers.computed_once(q.reshape(rows, -1), pages.owner)[pages.owner]
+  q = q.reshape(len(q), kv_heads, -1, head_dim)
   last = positions[pages.owner] - pages.block[:, None] * size
   seen = jnp.arange(size) <= last  # [N, page]
   scores = _scores(q, cache, lambda leaf: leaf, seen[:, None, None])

@@ -487,6 +487,8 @@ def _view(
   angles = layers.rope_angles(
     inputs.positions, config.head_dim, config.rope_theta, config.rope_scaling
   )
+  if pages is not None:  # there is no scan over the layers to keep them
+    angles = layers.computed_once(angles, inputs.positions)
   return View(
     inputs.positions, *angles, inputs.segment_ids, inputs.policy_index, pages
   )
