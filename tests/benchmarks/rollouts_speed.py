@@ -30,25 +30,40 @@ def uniform(args, peers: Sequence[lab.Peer]) -> dict:
 def group(args, peers: Sequence[lab.Peer]) -> dict:
   """b. 8 prompts x 8 samples of skewed lengths; useful tokens are counted.
 
-  The peers decode a batch until its longest sequence ends. They get the batch
-  of 64 or of 32 that each is faster with.
+  The peers decode a batch until its longest sequence ends. Each side gets the
+  batch, or the slots, of 64 or 32 that it is faster with.
   """
-  sampler = lab.make_sampler(lab.random_params(), stop_ids=lab.stop_ids())
-  prompts = lab.prompts(8)
+  params, prompts = lab.random_params(), lab.prompts(8)
   requests = functools.partial(_groups, prompts, 8, shared_by=8)
-  ended = lab.serve(sampler, requests())
+  samplers = {
+    n: lab.make_sampler(params, stop_ids=lab.stop_ids(), num_slots=n)
+    for n in _WIDTHS
+  }
+  ended = lab.serve(samplers[32], requests())
   lengths = np.array([len(c.ids) for c in ended.values()])
-  runs = {"this": lambda: lab.timed(lambda: lab.serve(sampler, requests()))}
   rows, longest = np.repeat(prompts, 8, axis=0), int(lengths.max())
-  for way in lab.ways(peers):
-    tried = {n: way.run(rows, longest, n) for n in (64, 32)}
-    once = {n: (run(), run())[1] for n, run in tried.items()}
-    runs[way.name] = tried[min(once, key=lambda n, once=once: once[n].cpu)]
-  costs = lab.in_turns(runs, args.rounds)
+  sides = {"this": lambda n: _serves(samplers[n], requests)} | {
+    way.name: functools.partial(way.run, rows, longest)
+    for way in lab.ways(peers)
+  }
+  chosen = {name: _faster(side) for name, side in sides.items()}
+  costs = lab.in_turns({k: run for k, (_, run) in chosen.items()}, args.rounds)
   return {
     "median_length": float(np.median(lengths)),
     "longest": longest,
+    "at_once": {name: width for name, (width, _) in chosen.items()},
   } | lab.compare(costs, "this", int(lengths.sum()))
+
+
+_WIDTHS = (64, 32)
+
+
+def _faster(side: Callable[[int], Callable[[], lab.Cost]]):
+  """The width by CPU seconds, and the run of that width."""
+  runs = {n: side(n) for n in _WIDTHS}
+  costs = {n: (run(), run())[1] for n, run in runs.items()}
+  width = min(costs, key=lambda n: costs[n].cpu)
+  return width, runs[width]
 
 
 def team(args, peers: Sequence[lab.Peer]) -> dict:
