@@ -16,9 +16,11 @@ fold_in(fold_in(fold_in(key, position), episode), turn), then the number of
 tokens generated: it depends on the request alone, not on slot or time.
 
     backend     a run of decode steps works on
-    TPU, GPU    the pool, by a fused kernel
+    TPU, GPU    the pool, by a fused kernel, and in all slots
     others      a copy of the pages that its slots need, in a row; `take` copies
-                it out for many steps, `give` copies back what was written
+                it out for many steps, `give` copies back what was written. It
+                is of `lanes` slots, those with a sequence: where few are left
+                of many, a step costs what these do
 
 The programs are built once per `Spec` by `programs`, so that engines of equal
 shape share them; the class holds weights and state and only forwards.
@@ -43,11 +45,20 @@ from drmas_jax.models import paged, transformer
 MAX_STOPS = 8  # stop ids that a request may have beside the tokenizer's
 _SMALL_POOL = 64 << 20  # bytes
 _ENOUGH_TOKENS = 512  # at once: more take longer, and not less for each
+_ENOUGH_SLOTS = 32  # likewise, on CPU
 
 
 def rows_at_once(prefill_rows: int, bucket: int) -> int:
   """Chunks of a bucket that are prefilled together; fewer are filled up."""
   return max(1, min(prefill_rows, _ENOUGH_TOKENS // bucket))
+
+
+def lanes(num_slots: int, fused: bool) -> int:
+  """Slots that are decoded together: all, or one of the equal parts of at most
+  32 that they are divided into. A function of the config (rule 26)."""
+  if fused:
+    return num_slots
+  return -(-num_slots // -(-num_slots // _ENOUGH_SLOTS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +98,11 @@ class Spec:
   def pages_per_row(self) -> int:
     """Of the longest sequence."""
     return -(-self.max_length // self.page_size)
+
+  @property
+  def lanes(self) -> int:
+    """Slots that a decode program runs, whichever they are."""
+    return lanes(self.num_slots, self.fused)
 
   @property
   def fused(self) -> bool:
@@ -163,9 +179,9 @@ class Prefix(NamedTuple):
 
 
 class Generated(NamedTuple):
-  """Of up to n steps: [n, S] each, valid where the slot was active.
+  """Of up to n steps in L lanes: [n, L] each, valid where one was active.
 
-  `num_steps` says how many ran; `active` [S] which slots go on.
+  `num_steps` says how many ran; `active` [L] which go on.
   """
 
   tokens: Any
@@ -174,6 +190,13 @@ class Generated(NamedTuple):
   valid: Any
   num_steps: Any
   active: Any
+
+
+class Part(NamedTuple):
+  """Of a run: the slots that were in the first of its lanes."""
+
+  slots: Sequence[int]
+  out: Generated
 
 
 class Programs(NamedTuple):
@@ -374,8 +397,13 @@ def _insert(spec: Spec, state, hidden, count, key, what):
   return jax.lax.fori_loop(0, count, body, state)
 
 
-def _take(spec: Spec, room, cache, slots: Slots, ids, table):
-  """The pages `ids` of the pool in a row; of a state, each slot's.
+def _lengths(slots: Slots, lanes: jax.Array) -> jax.Array:
+  """[L]; any where a lane has no slot."""
+  return slots.length.at[lanes].get(mode="clip")
+
+
+def _take(spec: Spec, room, cache, slots: Slots, lanes, ids, table):
+  """The pages `ids` of the pool in a row; of a state, each lane's.
 
   Args:
     spec: of the engine.
@@ -384,29 +412,31 @@ def _take(spec: Spec, room, cache, slots: Slots, ids, table):
       copy does.
     cache: the pool.
     slots: as they are before the run.
+    lanes: [L] slots, or num_slots.
     ids: [W] pages.
-    table: [S, M] the slots' pages, as places in `ids`.
+    table: [L, M] the lanes' pages, as places in `ids`.
   """
   del room
-  last = ids[_last_page(spec, table, slots.length)]
+  last = ids[_last_page(spec, table, _lengths(slots, lanes))]
   return _map_cache(
     spec, lambda leaf: leaf[ids], lambda leaf: leaf[last], cache
   )
 
 
-def _give(spec: Spec, cache, taken, length, valid, ids, table):
+def _give(spec: Spec, cache, taken, slots: Slots, lanes, valid, ids, table):
   """Back to the pool (donated) goes what a run may have written.
 
   Args:
     spec: of the engine.
     cache: the pool.
     taken: as `_take` returned it, and the run changed it.
-    length: [S] of the slots behind the run.
-    valid: [n, S] of the run.
+    slots: as they are behind the run.
+    lanes: [L] slots, or num_slots.
+    valid: [n, L] of the run.
     ids: [W] pages.
-    table: [S, M] the slots' pages, as places in `ids`.
+    table: [L, M] the lanes' pages, as places in `ids`.
   """
-  size = spec.page_size
+  size, length = spec.page_size, _lengths(slots, lanes)
   most = (spec.steps_per_call + size - 2) // size + 1
   block = (length - jnp.sum(valid, axis=0))[:, None] // size + jnp.arange(most)
   place = jnp.take_along_axis(
@@ -430,12 +460,12 @@ def _give(spec: Spec, cache, taken, length, valid, ids, table):
 
 
 def _step(spec: Spec, params, cache, slots: Slots, pages: paged.Pages):
-  """One token in every slot; a slot that is not active stays as it is."""
+  """One token in each of some slots; one that is not active stays as it is."""
   head = spec.decoder.head(params, spec.model)
   logits = logprobs.logits(slots.hidden, head, spec.vocab_size)
   keys = jax.vmap(jax.random.fold_in)(slots.key, slots.generated)
   ask, active = slots.requests, slots.active
-  common = jnp.tile(jnp.asarray(spec.stop_ids, jnp.int32), (spec.num_slots, 1))
+  common = jnp.tile(jnp.asarray(spec.stop_ids, jnp.int32), (len(active), 1))
   stops = jnp.concatenate([common, ask.stops], axis=1)
   early = (slots.generated < ask.min_tokens)[:, None]
   drawn = sampling.sample(
@@ -474,7 +504,7 @@ def _step(spec: Spec, params, cache, slots: Slots, pages: paged.Pages):
 
 
 def _no_steps(spec: Spec, active) -> Generated:
-  size = (spec.steps_per_call, spec.num_slots)
+  size = (spec.steps_per_call, len(active))
   return Generated(
     tokens=jnp.zeros(size, jnp.int32),
     logprobs=jnp.zeros(size, jnp.float32),
@@ -499,32 +529,33 @@ def _noted(out: Generated, drawn: sampling.Sample, valid, active) -> Generated:
 
 
 def _generate(
-  spec: Spec, params, cache, slots, pages, live, num_steps, leave_when_free
+  spec: Spec, params, cache, all_slots, pages, lanes, num_steps, leave_when_free
 ):
-  """Up to num_steps steps in one program.
+  """Up to num_steps steps of some slots in one program.
 
   Args:
     spec: of the engine.
     params: rollout weights.
     cache: the pool, or what was taken of it; donated.
-    slots: donated.
-    pages: of the slots, in `cache`.
-    live: [S] bool, False ends a slot (its tag closed, its episode is gone).
+    all_slots: donated.
+    pages: of the lanes, in `cache`.
+    lanes: [L] slots, or num_slots for none.
     num_steps: at most spec.steps_per_call.
-    leave_when_free: return as soon as an eighth of the slots has ended (there
+    leave_when_free: return as soon as an eighth of the lanes has ended (there
       is work for them): each call has its price.
   """
   pool = cache
+  slots = jax.tree.map(lambda x: x.at[lanes].get(mode="clip"), all_slots)
+  slots = slots._replace(active=slots.active & (lanes < spec.num_slots))
   if spec.fused:  # otherwise a state was taken with the pages
     last = _last_page(spec, pages.table, slots.length)
     cache = _map_cache(spec, lambda x: x, lambda x: x[last], cache)
-  slots = slots._replace(active=slots.active & live)
   started = jnp.sum(slots.active)
 
   def go_on(carry):
     _, slots, out = carry
     running = jnp.sum(slots.active)
-    free = leave_when_free & (started - running >= -(-spec.num_slots // 8))
+    free = leave_when_free & (started - running >= -(-len(lanes) // 8))
     return (out.num_steps < num_steps) & (running > 0) & ~free
 
   def body(carry):
@@ -539,7 +570,10 @@ def _generate(
     cache = _map_cache(
       spec, lambda _, x: x, lambda old, x: old.at[last].set(x), pool, cache
     )
-  return cache, slots, out
+  all_slots = jax.tree.map(
+    lambda old, new: old.at[lanes].set(new, mode="drop"), all_slots, slots
+  )
+  return cache, all_slots, out
 
 
 def _read(spec: Spec, state: DecodeState, slot, ids):
@@ -621,9 +655,10 @@ def adapter_shardings(spec: Spec, axes: Any, shapes: Any) -> list[Any]:
   return [sharding.shardings(one, layer, spec.mesh)] * spec.model.num_layers
 
 
-def to_host(out: Generated) -> Generated:
-  """Waits for a run and fetches it in one transfer."""
-  return jax.device_get(out)
+def to_host(parts: Sequence[Part]) -> list[Part]:
+  """Waits for a run and fetches it."""
+  found = jax.device_get([part.out for part in parts])
+  return [p._replace(out=out) for p, out in zip(parts, found, strict=True)]
 
 
 @functools.cache
@@ -810,48 +845,58 @@ class PolicyEngine(jetstream_compat.Engine):
 
   def generate_n(
     self, tables: Sequence[Sequence[int]], live: Any, leave_when_free: bool
-  ) -> Generated:
+  ) -> list[Part]:
     """The one-step `generate` up to steps_per_call times; see `_generate`.
 
     Args:
       tables: of each slot its pages, with room for the tokens that it may
         still get in this run; of a slot that is not live, none.
-      live: [S] bool.
-      leave_when_free: return as soon as an eighth of the slots has ended.
+      live: [S] bool, some are: those that run.
+      leave_when_free: return as soon as an eighth of a part has ended.
     """
-    self.state, out = self._run(
+    self.state, parts = self._run(
       self.params,
       self.state,
       tables,
-      np.asarray(live),
+      np.flatnonzero(live),
       self.spec.steps_per_call,
       leave_when_free,
     )
-    return out
+    return parts
 
-  def _run(self, params, state, tables, live, num_steps, leave):
+  def _run(self, params, state, tables, running, num_steps, leave):
+    """Part by part."""
+    num, parts = self.spec.lanes, []
+    for first in range(0, len(running), num):
+      some = running[first : first + num]
+      lanes = np.full([num], self.spec.num_slots, np.int32)
+      lanes[: len(some)] = some
+      own = [tables[slot] for slot in some] + [()] * (num - len(some))
+      state, out = self._run_part(params, state, own, lanes, num_steps, leave)
+      parts.append(Part(some, out))
+    return state, parts
+
+  def _run_part(self, params, state, tables, lanes, num_steps, leave):
     if self.spec.fused:
-      self.shapes.add(("generate", f"{self.spec.num_slots} slots on the pool"))
+      self.shapes.add(("generate", f"{len(lanes)} slots on the pool"))
       pages = paged.Pages(_rectangle(tables, self.spec.pages_per_row))
       cache, slots, out = self._programs.generate(
-        params, *state, pages, live, num_steps, leave
+        params, *state, pages, lanes, num_steps, leave
       )
       return DecodeState(cache, slots), out
     ids, pages = self._in_a_row(tables)
-    self.shapes.add(
-      ("generate", f"{self.spec.num_slots} slots on {len(ids)} pages")
-    )
+    self.shapes.add(("generate", f"{len(lanes)} slots on {len(ids)} pages"))
     room, self._taken = self._taken, None
     if self._taken_pages != len(ids):
       room, self._taken_pages = None, len(ids)
     taken = self._programs.take(
-      room, state.cache, state.slots, ids, pages.table
+      room, state.cache, state.slots, lanes, ids, pages.table
     )
     taken, slots, out = self._programs.generate(
-      params, taken, state.slots, pages, live, num_steps, leave
+      params, taken, state.slots, pages, lanes, num_steps, leave
     )
     cache = self._programs.give(
-      state.cache, taken, slots.length, out.valid, ids, pages.table
+      state.cache, taken, slots, lanes, out.valid, ids, pages.table
     )
     self._taken = taken
     return DecodeState(cache, slots), out
@@ -859,24 +904,24 @@ class PolicyEngine(jetstream_compat.Engine):
   def _in_a_row(
     self, tables: Sequence[Sequence[int]]
   ) -> tuple[np.ndarray, paged.Pages]:
-    """The pages of all slots one after the other, behind page 0.
+    """The pages of all lanes one after the other, behind page 0.
 
     Returns:
       ids [W], filled with 0, where W is of a few sizes; and where among them
-      each slot's pages are.
+      each lane's pages are.
     """
     counts = np.array([len(pages) for pages in tables])
-    total, num_slots = int(counts.sum()), len(tables)
+    total, num = int(counts.sum()), len(tables)
     first = np.cumsum(counts) - counts
     fewest = paged.fewest(self.spec.model.num_heads, self.spec.page_size)
     end = self.spec.pages_per_row
-    size = min(_bucket(total), num_slots * end)  # as large as a whole pool
-    size = 1 + max(size, num_slots, fewest * self.spec.mesh.size)
+    size = min(_bucket(total), num * end)  # as large as all can be
+    size = 1 + max(size, num, fewest * self.spec.mesh.size)
     ids, owner = np.zeros([2, size], np.int32)
     # Nothing of a page that is nobody's is seen.
     block = np.full([size], end, np.int32)
     ids[1 : total + 1] = list(itertools.chain.from_iterable(tables))
-    owner[1 : total + 1] = np.repeat(np.arange(num_slots), counts)
+    owner[1 : total + 1] = np.repeat(np.arange(num), counts)
     block[1 : total + 1] = np.arange(total) - np.repeat(first, counts)
     place = np.arange(end)
     table = np.where(place < counts[:, None], 1 + first[:, None] + place, 0)
@@ -980,14 +1025,16 @@ class PolicyEngine(jetstream_compat.Engine):
     """One token in every slot, as JetStream's packed [S, 3] array."""
     num = self.spec.num_slots
     tables = [self._pages_of(slot) for slot in range(num)]
-    state, out = self._run(
-      params, decode_state, tables, np.ones([num], bool), 1, False
+    state, parts = self._run(
+      params, decode_state, tables, np.arange(num), 1, False
     )
-    columns = (
-      out.tokens[0],
-      out.valid[0].astype(jnp.int32),
-      state.slots.generated,
+    tokens, valid = (
+      jnp.concatenate(
+        [getattr(out, name)[0, : len(slots)] for slots, out in parts]
+      )
+      for name in ("tokens", "valid")
     )
+    columns = tokens, valid.astype(jnp.int32), state.slots.generated
     result = jetstream_compat.ResultTokens(
       data=jnp.stack(columns, axis=1),
       tokens_idx=(0, 1),

@@ -413,9 +413,11 @@ def _engine_bytes(
   )
   _, page_size = pool(sizes)
   cache = cache_bytes(policy, model, mesh)
-  if not transformer.fused(model, page_size, None):
-    # A copy for every slot, also of a page that many share.
-    most = dataclasses.replace(sizes, cache_tokens=0)
+  fused = transformer.fused(model, page_size, None)
+  lanes = engine.lanes(sizes.num_slots, fused)
+  if not fused:
+    # A copy for every slot of a run, also of a page that many share.
+    most = dataclasses.replace(sizes, num_slots=lanes, cache_tokens=0)
     alone = dataclasses.replace(policy, engine=most)
     cache += cache_bytes(alone, model, mesh)
   longest = (sizes.prefill_buckets or (sizes.max_length,))[-1]
@@ -423,7 +425,7 @@ def _engine_bytes(
   prefill = activation_bytes(
     *(model, rows, longest, mesh.shape, dtype), page=page_size
   )
-  sampling = _SAMPLING * sizes.num_slots * model.vocab_size * 4
+  sampling = _SAMPLING * lanes * model.vocab_size * 4
   return weights + cache + max(prefill, sampling)
 
 

@@ -185,7 +185,7 @@ class Sampler:
     # Admitted, and still to be prefilled; what goes to slots, and its copies.
     self._rows: list[Row] = []
     self._inserts: list[tuple[_Job, Row, tuple[int, int]]] = []
-    self._running: engine_lib.Generated | None = None
+    self._running: list[engine_lib.Part] | None = None
     self._failed: list[Completion] = []
 
   @property
@@ -559,22 +559,26 @@ class Sampler:
     done, self._failed = self._failed, []
     if self._running is None:
       return done
-    out = engine_lib.to_host(self._running)
+    parts, sampled = engine_lib.to_host(self._running), {}
     self._running = None
-    num = int(out.num_steps)
-    # What a slot samples in a run is without gaps.
-    ends = out.valid[:num].sum(axis=0).tolist()
-    columns = [
-      np.ascontiguousarray(a[:num].T)
-      for a in (out.tokens, out.logprobs, out.log_kept_mass)
-    ]
-    self.counts.steps += num
-    self.counts.slot_steps += num * len(ends)
-    self.counts.busy_steps += sum(ends)
+    for slots, out in parts:
+      num = int(out.num_steps)
+      # What a slot samples in a run is without gaps.
+      ends = out.valid[:num].sum(axis=0).tolist()
+      columns = [
+        np.ascontiguousarray(a[:num].T)
+        for a in (out.tokens, out.logprobs, out.log_kept_mass)
+      ]
+      self.counts.steps += num
+      self.counts.slot_steps += num * len(ends)
+      self.counts.busy_steps += sum(ends)
+      for lane, slot in enumerate(slots):
+        own = [column[lane, : ends[lane]] for column in columns]
+        sampled[slot] = own, bool(out.active[lane])
     for job in list(self._active):
-      slot = job.slot
-      job.add(*(column[slot, : ends[slot]] for column in columns))
-      completion = self._finished(job, bool(out.active[slot]))
+      own, active = sampled[job.slot]
+      job.add(*own)
+      completion = self._finished(job, active)
       if completion is not None:
         done.append(completion)
     return done

@@ -212,9 +212,10 @@ class FakeEngine:
       if live[i]:
         self._save(tables[i], slot.length, slot.value)
     self.calls.append(("generate", int(sum(live))))
-    return out._replace(
+    out = out._replace(
       num_steps=step, active=np.array([s.active for s in slots])
     )
+    return [engine.Part(range(spec.num_slots), out)]
 
   def _check_tables(self, tables, live):
     spec, readers, writers = self.spec, {}, {}

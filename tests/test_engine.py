@@ -404,6 +404,23 @@ def test_others_and_their_order_change_no_bit(family):
       np.testing.assert_array_equal(completion.logprobs, together[key].logprobs)
 
 
+@pytest.mark.quick
+def test_parts_of_many_slots_change_no_bit(family):
+  """On CPU 66 slots run 22 at a time, and only as many as it takes."""
+  asked = requests(num=60)
+  many = make_engine(family, num_slots=66, max_pages=133)
+  assert many.spec.lanes == 22
+  together, made = run(many, family, asked)
+  assert made.counts.slot_steps == 22 * made.counts.steps
+  few, _ = run(make_engine(family), family, asked)
+  assert_same(few, together)
+  last, made = run(many, family, asked[-20:])
+  assert made.counts.steps == max(len(c.ids) for c in last.values())
+  for key, completion in last.items():
+    np.testing.assert_array_equal(completion.ids, together[key].ids)
+    np.testing.assert_array_equal(completion.logprobs, together[key].logprobs)
+
+
 @pytest.mark.parametrize("which", ["tpu", "gpu"])
 def test_a_kernel_on_the_pool_changes_nothing(family, which, monkeypatch):
   """What TPU and GPU run, with their kernels as XLA operations."""

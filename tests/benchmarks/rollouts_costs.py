@@ -114,9 +114,10 @@ class Idle:
     valid[steps:] = False
     self._left = self._left - steps
     zeros = np.zeros(shape, np.float32)
-    return engine_lib.Generated(
+    out = engine_lib.Generated(
       zeros.astype(np.int32), zeros, zeros, valid, steps, self._left > 0
     )
+    return [engine_lib.Part(range(shape[1]), out)]
 
 
 def _scheduling(num_queued: int, calls: int = 200) -> float:
