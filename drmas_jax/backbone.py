@@ -939,6 +939,7 @@ def _engine_spec(
     vocab_size=tokenizer.vocab_size,
     page_size=page_size,
     max_pages=max_pages,
+    lanes=placement.lanes(sizes),
     dtype=policy.rollout_dtype,
     cache_dtype=sizes.cache_dtype or policy.rollout_dtype,
   )

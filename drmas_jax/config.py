@@ -161,8 +161,8 @@ class Engine:
 
   Attributes:
     num_slots: completions decoded at once, by one engine. On CPU they run in
-      equal parts of at most 32, as many as hold those that there are: with more
-      slots fewer wait, and a few that are left cost no more.
+      equal parts of at most 32, as many as hold those that there are: the last
+      ones of many do not cost what all cost.
     max_length: longest prompt plus completion, in tokens.
     prefill_rows: most prompts that are prefilled together; of a long bucket
       fewer, as many as come to 512 tokens. Of fewer prompts the rest is padding

@@ -16,11 +16,12 @@ fold_in(fold_in(fold_in(key, position), episode), turn), then the number of
 tokens generated: it depends on the request alone, not on slot or time.
 
     backend     a run of decode steps works on
-    TPU, GPU    the pool, by a fused kernel, and in all slots
+    TPU, GPU    the pool, by a fused kernel
     others      a copy of the pages that its slots need, in a row; `take` copies
-                it out for many steps, `give` copies back what was written. It
-                is of `lanes` slots, those with a sequence: where few are left
-                of many, a step costs what these do
+                it out for many steps, `give` copies back what was written
+
+A program runs `lanes` of the slots, those that have a sequence; with more of
+these it runs again. So a step costs what few cost where few are left of many.
 
 The programs are built once per `Spec` by `programs`, so that engines of equal
 shape share them; the class holds weights and state and only forwards.
@@ -45,20 +46,11 @@ from drmas_jax.models import paged, transformer
 MAX_STOPS = 8  # stop ids that a request may have beside the tokenizer's
 _SMALL_POOL = 64 << 20  # bytes
 _ENOUGH_TOKENS = 512  # at once: more take longer, and not less for each
-_ENOUGH_SLOTS = 32  # likewise, on CPU
 
 
 def rows_at_once(prefill_rows: int, bucket: int) -> int:
   """Chunks of a bucket that are prefilled together; fewer are filled up."""
   return max(1, min(prefill_rows, _ENOUGH_TOKENS // bucket))
-
-
-def lanes(num_slots: int, fused: bool) -> int:
-  """Slots that are decoded together: all, or one of the equal parts of at most
-  32 that they are divided into. A function of the config (rule 26)."""
-  if fused:
-    return num_slots
-  return -(-num_slots // -(-num_slots // _ENOUGH_SLOTS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +66,7 @@ class Spec:
     vocab_size: real tokens; ids from here on are padding of the head.
     page_size: tokens of a page.
     max_pages: of the largest pool, page 0 among them.
+    lanes: slots that a decode program runs, whichever they are; 0: all.
     dtype: of weights and activations.
     cache_dtype: "float32", "bfloat16" or "int8".
     decoder: the module that runs `model`; see `models/transformer.py`.
@@ -90,6 +83,7 @@ class Spec:
   vocab_size: int
   page_size: int
   max_pages: int
+  lanes: int = 0
   dtype: str = "float32"
   cache_dtype: str = "float32"
   decoder: types.ModuleType = transformer
@@ -98,11 +92,6 @@ class Spec:
   def pages_per_row(self) -> int:
     """Of the longest sequence."""
     return -(-self.max_length // self.page_size)
-
-  @property
-  def lanes(self) -> int:
-    """Slots that a decode program runs, whichever they are."""
-    return lanes(self.num_slots, self.fused)
 
   @property
   def fused(self) -> bool:
@@ -866,7 +855,7 @@ class PolicyEngine(jetstream_compat.Engine):
 
   def _run(self, params, state, tables, running, num_steps, leave):
     """Part by part."""
-    num, parts = self.spec.lanes, []
+    num, parts = self.spec.lanes or self.spec.num_slots, []
     for first in range(0, len(running), num):
       some = running[first : first + num]
       lanes = np.full([num], self.spec.num_slots, np.int32)

@@ -303,6 +303,15 @@ def prefill_rows(sizes: config_lib.Engine) -> int:
   return sizes.prefill_rows or (1 if jax.default_backend() == "cpu" else 16)
 
 
+def lanes(sizes: config_lib.Engine) -> int:
+  """Slots that an engine decodes together: all, or on CPU one of the equal
+  parts of at most 32 that they are divided into."""
+  num = sizes.num_slots
+  if jax.default_backend() != "cpu":
+    return num
+  return -(-num // -(-num // 32))
+
+
 # -- bytes ---------------------------------------------------------------------
 
 
@@ -414,10 +423,10 @@ def _engine_bytes(
   _, page_size = pool(sizes)
   cache = cache_bytes(policy, model, mesh)
   fused = transformer.fused(model, page_size, None)
-  lanes = engine.lanes(sizes.num_slots, fused)
+  together = lanes(sizes)
   if not fused:
     # A copy for every slot of a run, also of a page that many share.
-    most = dataclasses.replace(sizes, num_slots=lanes, cache_tokens=0)
+    most = dataclasses.replace(sizes, num_slots=together, cache_tokens=0)
     alone = dataclasses.replace(policy, engine=most)
     cache += cache_bytes(alone, model, mesh)
   longest = (sizes.prefill_buckets or (sizes.max_length,))[-1]
@@ -425,7 +434,7 @@ def _engine_bytes(
   prefill = activation_bytes(
     *(model, rows, longest, mesh.shape, dtype), page=page_size
   )
-  sampling = _SAMPLING * lanes * model.vocab_size * 4
+  sampling = _SAMPLING * together * model.vocab_size * 4
   return weights + cache + max(prefill, sampling)
 
 

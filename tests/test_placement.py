@@ -79,6 +79,16 @@ def test_slices_are_disjoint(strategy):
   assert ids(plan.slices["verifier"].train_mesh) == [4, 5, 6, 7]
 
 
+@pytest.mark.parametrize(
+  "num_slots, cpu", [(1, 1), (32, 32), (33, 17), (100, 25), (128, 32)]
+)
+def test_slots_are_decoded_in_equal_parts_on_cpu(num_slots, cpu, monkeypatch):
+  sizes = config_lib.Engine(num_slots=num_slots)
+  assert placement.lanes(sizes) == cpu
+  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  assert placement.lanes(sizes) == num_slots
+
+
 def test_unequal_shares_and_devices_set_aside_for_rollout():
   plan = make_plan(
     strategy="split",

@@ -208,14 +208,18 @@ def spec(model=MODEL, **changes) -> engine_lib.Spec:
     "stop_ids": (),
     "vocab_size": model.vocab_size,
   } | changes
-  most, size = placement.pool(
-    config_lib.Engine(
-      num_slots=settings["num_slots"],
-      max_length=settings["max_length"],
-      page_size=settings.get("page_size", 0),
-    )
+  sizes = config_lib.Engine(
+    num_slots=settings["num_slots"],
+    max_length=settings["max_length"],
+    page_size=settings.get("page_size", 0),
   )
-  return engine_lib.Spec(**{"page_size": size, "max_pages": most} | settings)
+  most, size = placement.pool(sizes)
+  chosen = {
+    "page_size": size,
+    "max_pages": most,
+    "lanes": placement.lanes(sizes),
+  }
+  return engine_lib.Spec(**chosen | settings)
 
 
 def random_params(model=MODEL) -> Any:
