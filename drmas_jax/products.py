@@ -1,6 +1,7 @@
 """Matrix products in the compute dtype, summed in float32."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -49,10 +50,28 @@ def _backward(operands, grad):
   x, w = operands
   grad = grad.astype(x.dtype)
   multiply = functools.partial(jnp.dot, precision=precision(x.dtype))
-  turned = jax.lax.platform_dependent(
-    x, cpu=lambda x: jax.lax.optimization_barrier(x.T), default=lambda x: x.T
-  )
+  turned = jax.lax.platform_dependent(x, cpu=_turned, default=lambda x: x.T)
   return multiply(grad, w.T), multiply(turned, grad)
+
+
+def _turned(x: Float[Array, "N D"]) -> Float[Array, "D N"]:
+  """x.T, where XLA's CPU code is to have it before a product.
+
+  A few rows at a time: it would go down a column of all of them, where entries
+  that lie 4096 bytes apart are in each other's way in a cache of eight ways
+  (960 x 1024 of float32: 3.8 ms, so 0.45).
+  """
+  rows, width = x.shape
+  apart = 4096 // math.gcd(4096, width * x.dtype.itemsize)
+  size = min(8 * apart, 64, rows)
+
+  def some(i, out):
+    start = jnp.minimum(i * size, rows - size)
+    part = jax.lax.dynamic_slice_in_dim(x, start, size)
+    return jax.lax.dynamic_update_slice_in_dim(out, part.T, start, axis=1)
+
+  start = jnp.zeros((width, rows), x.dtype)
+  return jax.lax.fori_loop(0, -(-rows // size), some, start)
 
 
 dot.defvjp(_forward, _backward)
