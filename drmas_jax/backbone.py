@@ -22,6 +22,7 @@ import numpy as np
 
 from drmas_jax import (
   batching,
+  decoding,
   engine,
   folders,
   learner,
@@ -459,7 +460,7 @@ class Backbone:
     if not self.engines:
       return
     spec, dtype = self.learner, self.policy.rollout_dtype
-    targets = [engine.param_shardings(e.spec) for e in self.engines]
+    targets = [decoding.param_shardings(e.spec) for e in self.engines]
     if spec.adapter is None:
       rollout = placement.sync(self.params, targets, dtype, transformer.unstack)
     else:
@@ -480,7 +481,7 @@ class Backbone:
     axes = learner.trainable_axes(self.learner)
     shapes = learner.trainable_shapes(self.learner)
     return [
-      engine.adapter_shardings(e.spec, axes, shapes) for e in self.engines
+      decoding.adapter_shardings(e.spec, axes, shapes) for e in self.engines
     ]
 
   @property
@@ -923,10 +924,10 @@ def _engine_spec(
   model: transformer.DecoderConfig,
   mesh: jax.sharding.Mesh,
   tokenizer: Tokenizer,
-) -> engine.Spec:
+) -> decoding.Spec:
   sizes = policy.engine
   max_pages, page_size = placement.pool(sizes)
-  return engine.Spec(
+  return decoding.Spec(
     model=dataclasses.replace(model, compute_dtype=policy.rollout_dtype),
     mesh=mesh,
     num_slots=sizes.num_slots,

@@ -31,7 +31,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from drmas_jax import batching, engine, hosts, optimizers, sharding
+from drmas_jax import batching, decoding, hosts, optimizers, sharding
 from drmas_jax import config as config_lib
 from drmas_jax.config import Config, ConfigError
 from drmas_jax.models import adapters, attention, transformer
@@ -430,7 +430,7 @@ def _engine_bytes(
     alone = dataclasses.replace(policy, engine=most)
     cache += cache_bytes(alone, model, mesh)
   longest = (sizes.prefill_buckets or (sizes.max_length,))[-1]
-  rows = engine.rows_at_once(prefill_rows(sizes), longest)
+  rows = decoding.rows_at_once(prefill_rows(sizes), longest)
   prefill = activation_bytes(
     *(model, rows, longest, mesh.shape, dtype), page=page_size
   )

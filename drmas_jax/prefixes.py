@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from drmas_jax import decoding
 from drmas_jax import engine as engine_lib
 from drmas_jax.pages import Pages, needed
 from drmas_jax.tokenizer import common_length
@@ -52,7 +53,7 @@ class Prefix:
 class Row:
   """A chunk, and once it is prefilled, which row of what it came to."""
 
-  chunk: engine_lib.Chunk
+  chunk: decoding.Chunk
   hidden: Any = None
   index: int = 0
 
@@ -353,7 +354,7 @@ class Prefixes:
     pages = self.take(needed(source.start, self._size))
     policy, raw = source.head
     ids = np.frombuffer(raw, np.int32)
-    self.new_heads.append(Row(engine_lib.Chunk(ids, 0, pages, 0, policy)))
+    self.new_heads.append(Row(decoding.Chunk(ids, 0, pages, 0, policy)))
     self._counts.prefilled_tokens += len(ids)
     prefix = Prefix(len(ids), pages, self._engine.version)
     self._heads[source.head] = prefix

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from drmas_jax import decoding, scheduler
 from drmas_jax import engine as engine_lib
-from drmas_jax import scheduler
 from drmas_jax.config import Sampling
 from drmas_jax.pages import needed
 from drmas_jax.prefixes import Counts, Prefixes, Prompt, Row, Source, TurnId
@@ -48,7 +48,7 @@ class Request:
     deadline: on the clock of `time.monotonic`.
     min_tokens: no stop id is sampled before there are so many. A block that
       closes ends the completion all the same.
-    stop_ids: that end it beside the tokenizer's, at most engine.MAX_STOPS.
+    stop_ids: that end it beside the tokenizer's, at most decoding.MAX_STOPS.
     parents: earlier turns, kept and of the same episode, that the prompt may go
       on from.
     head: so many of its first ids are the template's, and shared by tasks.
@@ -185,7 +185,7 @@ class Sampler:
     # Admitted, and still to be prefilled; what goes to slots, and its copies.
     self._rows: list[Row] = []
     self._inserts: list[tuple[_Job, Row, tuple[int, int]]] = []
-    self._running: list[engine_lib.Part] | None = None
+    self._running: list[decoding.Part] | None = None
     self._failed: list[Completion] = []
 
   @property
@@ -282,11 +282,11 @@ class Sampler:
         "request",
         f"max_tokens: {request.max_tokens}; allowed is at least 1",
       )
-    if len(request.stop_ids or ()) > engine_lib.MAX_STOPS:
+    if len(request.stop_ids or ()) > decoding.MAX_STOPS:
       return Fault(
         "request",
         f"stop_ids: {len(request.stop_ids)} of them; allowed are at most "
-        f"{engine_lib.MAX_STOPS} beside the tokenizer's",
+        f"{decoding.MAX_STOPS} beside the tokenizer's",
       )
     return None
 
@@ -497,7 +497,7 @@ class Sampler:
     full = start // size
     pages = prefixes.pages.share(before[:full])
     pages += prefixes.take(num_pages - full)
-    chunk = engine_lib.Chunk(
+    chunk = decoding.Chunk(
       ids[start:],
       start,
       pages[: needed(len(ids), size)],
@@ -559,7 +559,7 @@ class Sampler:
     done, self._failed = self._failed, []
     if self._running is None:
       return done
-    parts, sampled = engine_lib.to_host(self._running), {}
+    parts, sampled = decoding.to_host(self._running), {}
     self._running = None
     for slots, out in parts:
       num = int(out.num_steps)
@@ -645,14 +645,14 @@ class Sampler:
     )
 
 
-def _settings(jobs: Sequence[_Job]) -> engine_lib.Requests:
+def _settings(jobs: Sequence[_Job]) -> decoding.Requests:
   """What the slots of jobs have to know."""
   asked = [job.request for job in jobs]
   sampling = [request.sampling for request in asked]
-  stops = np.full([len(jobs), engine_lib.MAX_STOPS], -1, np.int32)
+  stops = np.full([len(jobs), decoding.MAX_STOPS], -1, np.int32)
   for row, request in zip(stops, asked, strict=True):
     row[: len(request.stop_ids or ())] = request.stop_ids or ()
-  return engine_lib.Requests(
+  return decoding.Requests(
     seed=np.array(
       [r.id if r.seed is None else r.seed for r in asked], np.int32
     ),

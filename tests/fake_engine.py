@@ -12,7 +12,7 @@ import zlib
 
 import numpy as np
 
-from drmas_jax import engine
+from drmas_jax import decoding
 from drmas_jax.pages import needed
 
 
@@ -35,7 +35,7 @@ class Page:
 
 
 class Slot:
-  """What an engine holds of one; see `engine.Slots`."""
+  """What an engine holds of one; see `decoding.Slots`."""
 
   def __init__(self):
     self.active, self.length, self.generated, self.value = False, 0, 0, 0
@@ -182,7 +182,7 @@ class FakeEngine:
         self.pool[target] = copy.deepcopy(self.pool[source])
       new = self.slots[slot] = Slot()
       new.active, new.length, new.value = True, lengths[i], hidden[row]
-      new.ask = engine.Requests(*(field[i] for field in requests))
+      new.ask = decoding.Requests(*(field[i] for field in requests))
     self.calls.append(("insert", [c for c in copies if c != (0, 0)]))
 
   def generate_n(self, tables, live, leave_when_free):
@@ -191,7 +191,7 @@ class FakeEngine:
     self._check_tables(tables, live)
     for slot, lives in zip(slots, live, strict=True):
       slot.active &= bool(lives)
-    out = engine.Generated(
+    out = decoding.Generated(
       *(np.zeros([spec.steps_per_call, spec.num_slots], t) for t in "iff?"),
       num_steps=0,
       active=None,
@@ -215,7 +215,7 @@ class FakeEngine:
     out = out._replace(
       num_steps=step, active=np.array([s.active for s in slots])
     )
-    return [engine.Part(range(spec.num_slots), out)]
+    return [decoding.Part(range(spec.num_slots), out)]
 
   def _check_tables(self, tables, live):
     spec, readers, writers = self.spec, {}, {}

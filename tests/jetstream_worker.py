@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drmas_jax import config as config_lib
-from drmas_jax import engine, jetstream_compat
+from drmas_jax import decoding, engine, jetstream_compat
 from drmas_jax.models import transformer
 
 orchestrator = jetstream_compat.orchestrator()
@@ -81,7 +81,7 @@ def weights():
 def make_engine(devices=None):
   """On the first device, its weights loaded, greedy."""
   device = np.array((devices or jax.devices())[:1]).reshape(1, 1, 1)
-  spec = engine.Spec(
+  spec = decoding.Spec(
     model=MODEL,
     mesh=jax.sharding.Mesh(device, ("data", "fsdp", "tensor")),
     num_slots=NUM_SLOTS,

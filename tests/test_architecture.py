@@ -29,6 +29,7 @@ FLOORS = (
     "optimizers",
     "learner",
     "scores",
+    "decoding",
     "engine",
     "jetstream_compat",
   ),
@@ -70,7 +71,7 @@ LATE = {
 NEVER = {"torch", "tensorflow", "seqio"}
 
 # Device code is about integers: it never asks who an agent or policy is.
-NAMELESS = ("models", "losses", "learner", "engine")
+NAMELESS = ("models", "losses", "learner", "decoding", "engine")
 NAMES = {"agents", "agent_names", "agent_name", "policies", "policy_name"}
 
 

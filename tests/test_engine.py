@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 import recurrent
 
-from drmas_jax import batching, engine, jetstream_compat, learner, sampler
+from drmas_jax import (
+  batching,
+  decoding,
+  engine,
+  jetstream_compat,
+  learner,
+  sampler,
+)
 from drmas_jax import config as config_lib
 from drmas_jax.models import kernels, transformer
 from drmas_jax.types import Turn
@@ -94,7 +101,7 @@ def make_mesh(data=1, fsdp=1, tensor=1):
 
 
 def make_engine(family, num_slots=4, mesh=None, steps_per_call=4, rows=2, **kw):
-  spec = engine.Spec(
+  spec = decoding.Spec(
     **{
       "model": MODEL,
       "mesh": mesh or make_mesh(),

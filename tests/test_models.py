@@ -13,7 +13,7 @@ import pytest
 from parity import make_numbers
 from safetensors.numpy import save_file
 
-from drmas_jax import engine, logprobs, sharding
+from drmas_jax import decoding, engine, logprobs, sharding
 from drmas_jax.models import (
   layers,
   llama3,
@@ -305,7 +305,7 @@ def test_padded_rows_of_an_odd_vocabulary_are_not_sampled(tmp_path):
   mesh = jax.sharding.Mesh(
     np.array(jax.devices()[:1]).reshape(1, 1, 1), sharding.AXES
   )
-  spec = engine.Spec(
+  spec = decoding.Spec(
     model=config,
     mesh=mesh,
     num_slots=1,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from drmas_jax import config as config_lib
-from drmas_jax import engine, placement, sharding
+from drmas_jax import decoding, engine, placement, sharding
 from drmas_jax.models import transformer, weights
 from drmas_jax.sampler import Request, Sampler
 from drmas_jax.tokenizer import Tokenizer
@@ -103,7 +103,7 @@ def test_logits_equal_those_of_transformers(policy, reference):
 def _continue(policy, prompts):
   """Greedy completions by the sampler, in fewer slots than there are."""
   model, tokenizer, params = policy
-  spec = engine.Spec(
+  spec = decoding.Spec(
     model=model,
     mesh=_mesh(),
     num_slots=4,
@@ -119,7 +119,7 @@ def _continue(policy, prompts):
   sampler = Sampler(engine.PolicyEngine(spec), tokenizer)
   sampler.resume(
     placement.sync(
-      params, engine.param_shardings(spec), spec.dtype, transformer.unstack
+      params, decoding.param_shardings(spec), spec.dtype, transformer.unstack
     ),
     0,
   )

@@ -13,7 +13,7 @@ from test_rollout import Role, Scripted, make_config, two_turns, won
 from test_sampler import Letters, ids, request, run
 
 from drmas_jax import config as config_lib
-from drmas_jax import engine, placement, rollout, sharding
+from drmas_jax import decoding, engine, placement, rollout, sharding
 from drmas_jax.models import transformer
 from drmas_jax.replicas import Replicas
 from drmas_jax.sampler import Sampler
@@ -223,7 +223,7 @@ def real(part, params):
   """A sampler over the engines of a slice."""
   engines = [
     engine.PolicyEngine(
-      engine.Spec(
+      decoding.Spec(
         model=MODEL,
         mesh=mesh,
         num_slots=3,
@@ -240,7 +240,7 @@ def real(part, params):
     for mesh in part.rollout_meshes
   ]
   made = Replicas([Sampler(e, Letters()) for e in engines])
-  targets = [engine.param_shardings(e.spec) for e in engines]
+  targets = [decoding.param_shardings(e.spec) for e in engines]
   held = placement.sync(params, targets, "float32", transformer.unstack)
   made.resume(held, 0)
   return made

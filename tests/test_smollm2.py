@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from drmas_jax import batching, engine, learner, placement, sharding
+from drmas_jax import batching, decoding, engine, learner, placement, sharding
 from drmas_jax import config as config_lib
 from drmas_jax.agents import math as agents
 from drmas_jax.models import transformer, weights
@@ -74,7 +74,7 @@ def policy(folder):
 def sample(policy, num_slots):
   """Three prompts of four episodes each, as turns."""
   mesh, model, tokenizer, params = policy
-  spec = engine.Spec(
+  spec = decoding.Spec(
     model=model,
     mesh=mesh,
     num_slots=num_slots,
@@ -89,7 +89,7 @@ def sample(policy, num_slots):
   )
   sampler = Sampler(engine.PolicyEngine(spec), tokenizer)
   rollout_params = placement.sync(
-    params, engine.param_shardings(spec), spec.dtype, transformer.unstack
+    params, decoding.param_shardings(spec), spec.dtype, transformer.unstack
   )
   sampler.resume(rollout_params, 0)
   sampler.engine.key = root_key(0, "train")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import rollouts_lab as lab
 
-from drmas_jax import engine as engine_lib
+from drmas_jax import decoding
 from drmas_jax.models import weights
 from drmas_jax.sampler import Sampler
 
@@ -69,7 +69,7 @@ def _clocks() -> tuple[float, float, float]:
 @contextlib.contextmanager
 def _waits() -> Iterator[list[float]]:
   """[wall, CPU of the thread] of all waits for the device."""
-  seconds, real = [0.0, 0.0], engine_lib.to_host
+  seconds, real = [0.0, 0.0], decoding.to_host
 
   def to_host(out):
     wall, thread = time.perf_counter(), time.thread_time()
@@ -78,11 +78,11 @@ def _waits() -> Iterator[list[float]]:
     seconds[1] += time.thread_time() - thread
     return real(out)
 
-  engine_lib.to_host = to_host
+  decoding.to_host = to_host
   try:
     yield seconds
   finally:
-    engine_lib.to_host = real
+    decoding.to_host = real
 
 
 class Idle:
@@ -91,7 +91,7 @@ class Idle:
   rewinds = True
   version = 0
 
-  def __init__(self, spec: engine_lib.Spec):
+  def __init__(self, spec: decoding.Spec):
     self.spec, self.num_pages = spec, spec.max_pages
     self._left = np.zeros([spec.num_slots], int)
 
@@ -114,10 +114,10 @@ class Idle:
     valid[steps:] = False
     self._left = self._left - steps
     zeros = np.zeros(shape, np.float32)
-    out = engine_lib.Generated(
+    out = decoding.Generated(
       zeros.astype(np.int32), zeros, zeros, valid, steps, self._left > 0
     )
-    return [engine_lib.Part(range(shape[1]), out)]
+    return [decoding.Part(range(shape[1]), out)]
 
 
 def _scheduling(num_queued: int, calls: int = 200) -> float:

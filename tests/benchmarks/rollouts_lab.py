@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from drmas_jax import config as config_lib
+from drmas_jax import decoding, placement
 from drmas_jax import engine as engine_lib
-from drmas_jax import placement
 from drmas_jax import sampler as sampler_lib
 from drmas_jax.models import transformer
 
@@ -195,7 +195,7 @@ def one_device() -> jax.sharding.Mesh:
   return jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"))
 
 
-def spec(model=MODEL, **changes) -> engine_lib.Spec:
+def spec(model=MODEL, **changes) -> decoding.Spec:
   """The engine of the uniform decode, with changes."""
   settings = {
     "model": model,
@@ -219,7 +219,7 @@ def spec(model=MODEL, **changes) -> engine_lib.Spec:
     "max_pages": most,
     "lanes": placement.lanes(sizes),
   }
-  return engine_lib.Spec(**chosen | settings)
+  return decoding.Spec(**chosen | settings)
 
 
 def random_params(model=MODEL) -> Any:

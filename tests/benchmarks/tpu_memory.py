@@ -33,7 +33,7 @@ import tpu_worker  # first: it sets the environment that jax is loaded in
 import jax
 import jax.numpy as jnp
 
-from drmas_jax import engine, sharding
+from drmas_jax import decoding, sharding
 from drmas_jax.models import llama3, paged, qwen2, qwen3, transformer
 
 SIZES = llama3.SIZES | qwen2.SIZES | qwen3.SIZES
@@ -46,11 +46,11 @@ def _without_kernel() -> types.ModuleType:
   return module
 
 
-def _spec(args, mesh) -> engine.Spec:
+def _spec(args, mesh) -> decoding.Spec:
   model = dataclasses.replace(SIZES[args.model], compute_dtype="bfloat16")
   if args.layers:
     model = dataclasses.replace(model, num_layers=args.layers)
-  return engine.Spec(
+  return decoding.Spec(
     model=model,
     mesh=mesh,
     num_slots=args.slots,
@@ -67,7 +67,7 @@ def _spec(args, mesh) -> engine.Spec:
   )
 
 
-def _state(spec: engine.Spec):
+def _state(spec: decoding.Spec):
   """Weights and decode state as shapes, laid out as the engine does."""
   params = jax.eval_shape(
     transformer.unstack, transformer.param_shapes(spec.model)
@@ -75,10 +75,10 @@ def _state(spec: engine.Spec):
   params = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, spec.dtype), params
   )
-  init = engine.programs(spec).init
+  init = decoding.programs(spec).init
   state = init.func.lower(*init.args, spec.max_pages)
   return (
-    tpu_worker.laid(params, engine.param_shardings(spec)),
+    tpu_worker.laid(params, decoding.param_shardings(spec)),
     tpu_worker.laid(state.out_info, state.compile().output_shardings),
   )
 
@@ -94,7 +94,7 @@ def _compile(program: functools.partial, pages: int, *args) -> dict:
   return found
 
 
-def generate(spec: engine.Spec) -> dict:
+def generate(spec: decoding.Spec) -> dict:
   params, state = _state(spec)
   whole = sharding.replicated(spec.mesh)
   ints = functools.partial(
@@ -102,7 +102,7 @@ def generate(spec: engine.Spec) -> dict:
   )
   owner = None if spec.fused else ints([spec.max_pages])
   return _compile(
-    engine.programs(spec).generate,
+    decoding.programs(spec).generate,
     spec.max_pages,
     params,
     state.cache,
@@ -114,7 +114,7 @@ def generate(spec: engine.Spec) -> dict:
   )
 
 
-def prefill(spec: engine.Spec) -> dict:
+def prefill(spec: decoding.Spec) -> dict:
   params, state = _state(spec)
   rows = spec.num_slots
   ints = functools.partial(
@@ -123,7 +123,7 @@ def prefill(spec: engine.Spec) -> dict:
     sharding=sharding.replicated(spec.mesh),
   )
   return _compile(
-    engine.programs(spec).prefill,
+    decoding.programs(spec).prefill,
     spec.max_pages,
     params,
     state.cache,
