@@ -179,9 +179,9 @@ def test_nobody_listens():
 
 @quick
 def test_so_many_at_once():
-  with faulty_remote.opened(scripted(Late(0.2))) as endpoint:
+  with faulty_remote.opened(scripted(Late(0.5))) as endpoint:
     asks = [{"seed": i} for i in range(12)]
-    said = complete(at(endpoint, concurrency=3, timeout_s=0.7), *asks)
+    said = complete(at(endpoint, concurrency=3, timeout_s=1.9), *asks)
   # All four rounds end: the budget is not of the wait for a turn.
   assert [s.text for s in said] == ["late"] * 12
   assert endpoint.most == 3
