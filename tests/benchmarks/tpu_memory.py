@@ -96,9 +96,10 @@ def _compile(program: functools.partial, pages: int, *args) -> dict:
 
 def generate(spec: decoding.Spec) -> dict:
   params, state = _state(spec)
-  whole = sharding.replicated(spec.mesh)
   ints = functools.partial(
-    jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=whole
+    jax.ShapeDtypeStruct,
+    dtype=jnp.int32,
+    sharding=sharding.replicated(spec.mesh),
   )
   owner = None if spec.fused else ints([spec.max_pages])
   return _compile(
@@ -108,7 +109,7 @@ def generate(spec: decoding.Spec) -> dict:
     state.cache,
     state.slots,
     paged.Pages(ints([spec.num_slots, spec.pages_per_row]), None, owner, owner),
-    jax.ShapeDtypeStruct([spec.num_slots], bool, sharding=whole),
+    ints([spec.num_slots]),
     spec.steps_per_call,
     True,
   )
