@@ -5,7 +5,7 @@
 Two shipped policies, warm-started on imperfect demonstrations, are trained
 with Dr. MAS. Hardware: 2 CPU cores, 60 CPU seconds once compiled. Run with
 seeds 0, 1 and 2: held-out avg@8 (temperature 1) from 0.41-0.45, which the warm
-start reached, to 0.94-0.98 after 80 steps.
+start reached, to 0.93-0.98 after 80 steps.
 
 A rejected solution is written anew with the verifier's own work in sight, so
 the team is worth more than its solver: what it gains by that, and how often the
