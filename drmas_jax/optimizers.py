@@ -11,9 +11,9 @@ rate of the schedule, for every rule and every parameter. Muon's second paper
 
 Each parameter has a rule and a state of its own, so a state is a tree like the
 parameters with the rule's state in the place of each; how a rule sees a
-parameter follows from its logical axes; those of stacked layers are updated
-layer by layer. With `offload` states lie in the host's memory, and visit the
-device one after the other.
+parameter follows from its logical axes. With `offload` states lie in the host's
+memory, and visit the device one after the other, those of stacked layers layer
+by layer.
 
 All is arithmetic on arrays, so `init` and `update` may be run under `jax.vmap`
 over policies.
@@ -115,35 +115,66 @@ def _rule(
     optax.add_decayed_weights(config.weight_decay),
     optax.scale_by_learning_rate(make_schedule(config)),
   )
-  rule = _gated(rule, config.offload)
-  if "layers" not in axes:
-    return rule
-  return optax.GradientTransformationExtraArgs(
-    jax.vmap(rule.init), _one_by_one(rule)
-  )
+  init = rule.init
+  selecting = _gated(rule, config.offload, _select)
+  branching = _gated(rule, config.offload, _branch)
+  if "layers" in axes:
+    init = jax.vmap(init)
+    # Muon's temporaries are several times a matrix.
+    one_by_one = config.offload or config.name == "muon"
+    selecting = (_one_by_one if one_by_one else _at_once)(selecting)
+    branching = _one_by_one(branching)
+
+  def update(grad, state, param, *, live):
+    return jax.lax.platform_dependent(
+      *(grad, state, param, live), cpu=branching, default=selecting
+    )
+
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _gated(
-  rule: optax.GradientTransformation, offload: bool
-) -> optax.GradientTransformationExtraArgs:
-  """Only where `live`; on the device, and back to where the state was.
+Update = Callable[..., tuple[Any, Any]]  # of gradient, state, parameter, live
 
-  A branch is computed from what it was given: where XLA may merge a new moment
-  with what is made of it, its CPU code computes the moment twice, and keeps a
-  copy of the old one for that.
-  """
+
+def _select(rule: optax.GradientTransformation) -> Update:
+  """The rule where `live`, and what there was elsewhere."""
+
+  def update(grad, state, param, live):
+    step, new = rule.update(grad, state, param)
+    new = jax.tree.map(lambda n, s: jnp.where(live, n, s), new, state)
+    return jnp.where(live, step, 0), new
+
+  return update
+
+
+def _branch(rule: optax.GradientTransformation) -> Update:
+  """The same for XLA's CPU code: it would merge a new moment with what is made
+  of it, compute it twice, and keep a copy of the old one for that. A branch is
+  computed from what it is given."""
 
   def stay(grad, state, param):
     del param
     return jnp.zeros_like(grad), state
 
-  def update(grad, state, param, *, live):
+  def update(grad, state, param, live):
+    return jax.lax.cond(live, rule.update, stay, grad, state, param)
+
+  return update
+
+
+def _gated(
+  rule: optax.GradientTransformation, offload: bool, gate: Callable
+) -> Update:
+  """On the device, and back to where the state was."""
+  gated = gate(rule)
+
+  def update(grad, state, param, live):
     if offload:
       state = move(state, jax.memory.Space.Device)
-    step, new = jax.lax.cond(live, rule.update, stay, grad, state, param)
+    step, new = gated(grad, state, param, live)
     return step, move(new, jax.memory.Space.Host) if offload else new
 
-  return optax.GradientTransformationExtraArgs(rule.init, update)
+  return update
 
 
 def move(state: Any, memory: jax.memory.Space) -> Any:
@@ -153,18 +184,28 @@ def move(state: Any, memory: jax.memory.Space) -> Any:
   )
 
 
-def _one_by_one(rule: optax.GradientTransformationExtraArgs) -> Callable:
-  """The update of a layer's parameter on a stack of them, [L, ..]: in a loop,
-  in the place of gradients and state, with the temporaries of one layer."""
+def _at_once(update: Update) -> Update:
+  """The update of a layer's parameter on a stack of them, [L, ..]."""
 
-  def update(grads, state, params, *, live):
+  def stacked(grads, state, params, live):
+    one = functools.partial(update, live=live)
+    return jax.vmap(one)(grads, state, params)
+
+  return stacked
+
+
+def _one_by_one(update: Update) -> Update:
+  """The same in a loop, in the place of gradients and state, with the
+  temporaries of one layer."""
+
+  def stacked(grads, state, params, live):
     def layer(i, carry):
       own = _take((*carry, params), i)
-      return _put(carry, rule.update(*own, live=live), i)
+      return _put(carry, update(*own, live), i)
 
     return jax.lax.fori_loop(0, params.shape[0], layer, (grads, state))
 
-  return update
+  return stacked
 
 
 def _take(tree: Any, i: jax.Array) -> Any:
