@@ -2,7 +2,7 @@
 
     prefill   chunks of prompts of one bucket -> their pages, last hidden states
     insert    hidden states -> slots
-    generate  sample from the hidden state, run the decoder, in all slots
+    generate  sample from the hidden state, run the decoder, in some slots
 
 The cache is a pool of pages (`models/paged.py`). Which page belongs to whom is
 the host's business: programs get tables, and page 0 is nobody's. A leaf of the

@@ -422,9 +422,8 @@ def _engine_bytes(
   )
   _, page_size = pool(sizes)
   cache = cache_bytes(policy, model, mesh)
-  fused = transformer.fused(model, page_size, None)
   together = lanes(sizes)
-  if not fused:
+  if not transformer.fused(model, page_size, None):
     # A copy for every slot of a run, also of a page that many share.
     most = dataclasses.replace(sizes, num_slots=together, cache_tokens=0)
     alone = dataclasses.replace(policy, engine=most)

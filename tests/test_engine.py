@@ -414,10 +414,12 @@ def test_others_and_their_order_change_no_bit(family):
 @pytest.mark.quick
 def test_parts_of_many_slots_change_no_bit(family):
   """Of 66 slots 22 run at a time, and only as many parts as it takes."""
-  asked = requests(num=60)
+  asked = requests(num=70)
   many = make_engine(family, num_slots=66, max_pages=133, lanes=22)
   together, made = run(many, family, asked)
   assert made.counts.slot_steps == 22 * made.counts.steps
+  sampled = sum(len(c.ids) for c in together.values())
+  assert made.counts.busy_steps == sampled  # no lane without a slot samples
   few, _ = run(make_engine(family), family, asked)
   assert_same(few, together)
   last, made = run(many, family, asked[-20:])

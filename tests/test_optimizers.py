@@ -433,6 +433,8 @@ def test_an_offloaded_state_compiles_for_a_tpu(root, what):
   print(cases)
   here, there = cases["device"], cases["host"]
   assert here["host"] == 0
+  if what == "adamw":  # element-wise: XLA needs no copy of a moment
+    assert here["temporary"] < 0.15 * here["device"]
   # What is there is no longer here,
   moved = here["device"] - there["device"]
   assert 0 < moved <= 1.01 * there["host"] <= 1.02 * moved

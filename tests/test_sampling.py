@@ -52,9 +52,12 @@ def test_at_top_p_1_every_token_is_kept():
 def test_a_row_does_not_feel_what_others_are_asked_for():
   logits = np.random.default_rng(1).normal(size=[64, 999])
   alone = draw(logits)
-  for other in ({"top_k": 3}, {"top_p": 0.5}, {"banned": 7}):
-    name, value = next(iter(other.items()))
-    plain = {"top_k": 0, "top_p": 1.0, "banned": -1}[name]
+  for name, plain, value in (
+    ("top_k", 0, 3),
+    ("top_p", 1.0, 0.5),
+    ("banned", -1, 7),
+    ("temperature", 1.0, 0.0),
+  ):
     mixed = draw(logits, **{name: np.where(np.arange(64) % 2, value, plain)})
     for one, all_ in zip(mixed, alone, strict=True):
       np.testing.assert_array_equal(one[::2], all_[::2])
