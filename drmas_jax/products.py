@@ -30,13 +30,23 @@ def precision(dtype: Any) -> jax.lax.Precision:
   return jax.lax.Precision.DEFAULT
 
 
-@jax.custom_vjp
-def dot(x: Float[Array, "N D"], w: Float[Array, "D F"]) -> Float[Array, "N F"]:
-  """x w in float32, of operands of one dtype."""
-  return _forward(x, w)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dot(
+  x: Float[Array, "N D"], w: Float[Array, "D F"], one_device: bool = False
+) -> Float[Array, "N F"]:
+  """x w in float32, of operands of one dtype.
+
+  Args:
+    x: of the batch.
+    w: a weight.
+    one_device: that all of x is known to lie on one. Then its gradient may go
+      over it in a loop, each turn of which devices would have to share.
+  """
+  return _forward(x, w, one_device)[0]
 
 
-def _forward(x, w):
+def _forward(x, w, one_device):
+  del one_device
   # Not by `dot`: a remat policy that keeps products would not see one.
   out = jnp.dot(
     x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32
@@ -44,22 +54,26 @@ def _forward(x, w):
   return out, (x, w)
 
 
-def _backward(operands, grad):
+def _backward(one_device, operands, grad):
   # In the operands' dtype, too. A GPU would multiply a float32 gradient with
   # bfloat16 weights at half the rate.
   x, w = operands
   grad = grad.astype(x.dtype)
   multiply = functools.partial(jnp.dot, precision=precision(x.dtype))
-  turned = jax.lax.platform_dependent(x, cpu=_turned, default=lambda x: x.T)
+  on_cpu = _turned if one_device else _apart
+  turned = jax.lax.platform_dependent(x, cpu=on_cpu, default=lambda x: x.T)
   return multiply(grad, w.T), multiply(turned, grad)
 
 
-def _turned(x: Float[Array, "N D"]) -> Float[Array, "D N"]:
-  """x.T, where XLA's CPU code is to have it before a product.
+def _apart(x: Float[Array, "N D"]) -> Float[Array, "D N"]:
+  """x.T in an array of its own, not read column by column by a product."""
+  return jax.lax.optimization_barrier(x.T)
 
-  A few rows at a time: it would go down a column of all of them, where entries
-  that lie 4096 bytes apart are in each other's way in a cache of eight ways
-  (960 x 1024 of float32: 3.8 ms, so 0.45).
+
+def _turned(x: Float[Array, "N D"]) -> Float[Array, "D N"]:
+  """The same a few rows at a time: XLA's CPU code would go down a column of
+  all of them, where entries that lie 4096 bytes apart are in each other's way
+  in a cache of eight ways (960 x 1024 of float32: 3.8 ms, so 0.45).
   """
   rows, width = x.shape
   apart = 4096 // math.gcd(4096, width * x.dtype.itemsize)

@@ -78,7 +78,7 @@ def rewinds(config):
 def forward(params, inputs, cache=None, pages=None, *, config, mesh=None):
   """See `transformer.forward`; a state goes on at the tokens of segment 1."""
   rows = inputs.tokens.shape[0]
-  view = transformer._view(inputs, pages, config)
+  view = transformer._view(inputs, pages, config, mesh)
   x = params["embedding"][inputs.tokens].astype(config.compute_dtype)
   if not isinstance(params["layers"], list):
     params = unstack(params)
@@ -91,7 +91,7 @@ def forward(params, inputs, cache=None, pages=None, *, config, mesh=None):
     weights = dict(layer)
     x, state = _recur(weights.pop("recurrence"), x, state, inputs.segment_ids)
     x, entry = transformer.Block(config).apply(
-      {"params": weights}, x, view, entry or None, mesh
+      {"params": weights}, x, view, entry or None
     )
     updated.append({**(entry or {}), "state": state})
   x = layers.rms_norm(x, params["final_norm"], config.norm_eps)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from parity import make_numbers
 from safetensors.numpy import save_file
 
@@ -147,6 +148,27 @@ def test_a_decode_step_computes_its_angles_once():
   text = jax.jit(step).lower(params, cache, positions).compile().as_text()
   made = [line for line in text.splitlines() if re.search(r" sine\(", line)]
   assert len(made) == 1 < CONFIG.num_layers
+
+
+@pytest.mark.quick
+def test_rows_of_a_gradient_stay_on_their_devices():
+  """Of whole weights nothing is exchanged but the gradients' sum, and that in
+  no loop over rows: a loop's collectives are not in step between hosts."""
+  devices = np.array(jax.devices()[:8]).reshape(8, 1, 1)
+  mesh = Mesh(devices, ("data", "fsdp", "tensor"))
+  whole, by_row = sharding.replicated(mesh), sharding.rows(mesh, ndim=1)
+
+  def loss(params, inputs):
+    hidden, _ = transformer.forward(params, inputs, config=CONFIG, mesh=mesh)
+    return jnp.sum(hidden)
+
+  inputs = jax.eval_shape(lambda: _inputs(np.zeros((8, 32), int)))
+  gradient = jax.jit(jax.grad(loss), in_shardings=(whole, by_row))
+  lowered = gradient.lower(transformer.param_shapes(CONFIG), inputs)
+  text = lowered.compile().as_text()
+  assert " all-reduce(" in text
+  for other in ("all-gather", "all-to-all", "collective-permute"):
+    assert other not in text
 
 
 QUICK = ("llama32", "qwen2", "qwen3")  # one of each family

@@ -36,14 +36,15 @@ def start(workdir, *flags, faults, **env):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-  """(workdir, how each host ended) of a run that lost one in step 2."""
+  """(workdir, how each host ended) of a run that lost one in step 3, behind the
+  save of step 2, which has waited for that of step 1."""
   workdir = tmp_path_factory.mktemp("killed")
   return workdir, small_run.finish_all(
     start(
       workdir,
-      "--config.steps=2",
+      "--config.steps=3",
       "--config.checkpoint.every=1",
-      faults=("none", "SIGKILL:update:2"),
+      faults=("none", "SIGKILL:update:3"),
       SILENT_S="8",
       TELL="1",
     )
@@ -61,13 +62,13 @@ def test_a_killed_process_ends_the_other_and_is_named(killed):
 
 
 def test_hosts_have_the_same_weights(killed):
-  """Before the first update and behind it, in every engine."""
+  """Before the first update and behind each, in every engine."""
   workdir, ended = killed
   one, other = (
     [line for line in said.splitlines() if line.startswith("engines of ")]
     for _, said in ended
   )
-  assert one == other and len(set(one)) == len(one) == 2 * 2
+  assert one == other and len(set(one)) == len(one) == 2 * 3
   found = small_run.metrics(workdir)
   for name in ("solver", "verifier"):
     assert found[1, f"grad_norm/{name}"] > 0

@@ -43,15 +43,21 @@ def rms_norm(
 
 
 def product(
-  x: Float[Array, "*dims"], w: Float[Array, "*dims"], num_in: int = 1
+  x: Float[Array, "*dims"],
+  w: Float[Array, "*dims"],
+  num_in: int = 1,
+  one_device: bool = False,
 ) -> Float[Array, "*dims"]:
   """Contracts the last `num_in` dims of x [B, T, *in] with w [*in, *out].
 
-  In the dtype of x, summed and returned in float32.
+  In the dtype of x, summed and returned in float32. `one_device` as in
+  `products.dot`.
   """
   rows, size = x.shape[:2], math.prod(w.shape[:num_in])
-  y = products.dot(x.reshape(-1, size), w.astype(x.dtype).reshape(size, -1))
-  return y.reshape(*rows, *w.shape[num_in:])
+  outs = w.shape[num_in:]
+  w = w.astype(x.dtype).reshape(size, -1)
+  y = products.dot(x.reshape(-1, size), w, one_device)
+  return y.reshape(*rows, *outs)
 
 
 def rope_frequencies(

@@ -97,6 +97,7 @@ class View(NamedTuple):
     segment_ids: [B, T], what a token sees where there is no cache.
     policy_index: [B], as in `Inputs`.
     pages: where the rows' tokens are, where there is one.
+    mesh: where the activations are laid; None on one device.
   """
 
   positions: jax.Array
@@ -105,11 +106,16 @@ class View(NamedTuple):
   segment_ids: jax.Array
   policy_index: jax.Array
   pages: paged.Pages | None
+  mesh: Mesh | None
 
   @property
   def rows(self) -> str:
     """Logical axis of the rows."""
     return "batch" if self.pages is None else "slots"
+
+  @property
+  def one_device(self) -> bool:
+    return self.mesh is None or self.mesh.size == 1
 
 
 # -- parameters ----------------------------------------------------------------
@@ -151,7 +157,7 @@ def _project(
   num_in: int = 1,
 ) -> jax.Array:
   """A product with a weight, and with the adapters of that name if any."""
-  y = layers.product(x, w, num_in)
+  y = layers.product(x, w, num_in, view.one_device)
   if not module.has_variable("adapters", name):
     return y
   return y + adapters.delta(
@@ -169,7 +175,7 @@ class Attention(nn.Module):
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x, view, cache, mesh):
+  def __call__(self, x, view, cache):
     c = self.config
     d, h, k, hd = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim
     heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
@@ -197,14 +203,16 @@ class Attention(nn.Module):
     q, k = (layers.rope(n, view.sin, view.cos) for n in (q, k))
     q, k, v = (n.astype(c.compute_dtype) for n in (q, k, v))
     if cache is None:
-      q = sharding.constrain(q, ("batch", "length", *heads), mesh)
-      kind = attention.resolve(c.attention, mesh, hd, c.compute_dtype)
-      out = attention.attend(q, k, v, view.segment_ids, kind=kind, mesh=mesh)
+      q = sharding.constrain(q, ("batch", "length", *heads), view.mesh)
+      kind = attention.resolve(c.attention, view.mesh, hd, c.compute_dtype)
+      out = attention.attend(
+        q, k, v, view.segment_ids, kind=kind, mesh=view.mesh
+      )
     else:
       held = ("slots", "length", "cache_heads", None)
-      q, k, v = (sharding.constrain(n, held, mesh) for n in (q, k, v))
+      q, k, v = (sharding.constrain(n, held, view.mesh) for n in (q, k, v))
       cache = paged.append(cache, k, v, view.positions, view.pages)
-      out = paged.attend(q, cache, view.positions, view.pages, mesh)
+      out = paged.attend(q, cache, view.positions, view.pages, view.mesh)
     return _project(self, "o", out, w_o, view, num_in=2), cache
 
 
@@ -214,7 +222,7 @@ class Mlp(nn.Module):
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x, view, mesh):
+  def __call__(self, x, view):
     d, f = self.config.embed_dim, self.config.mlp_dim
     gate = _param(self, "gate", (d, f), ("embed", "mlp"))
     up = _param(self, "up", (d, f), ("embed", "mlp"))
@@ -222,7 +230,7 @@ class Mlp(nn.Module):
     y = jax.nn.silu(_project(self, "gate", x, gate, view))
     y *= _project(self, "up", x, up, view)
     y = y.astype(self.config.compute_dtype)
-    y = sharding.constrain(y, (view.rows, "length", "mlp"), mesh)
+    y = sharding.constrain(y, (view.rows, "length", "mlp"), view.mesh)
     return _project(self, "down", y, down, view)
 
 
@@ -232,18 +240,19 @@ class Block(nn.Module):
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x, view, cache, mesh):
+  def __call__(self, x, view, cache):
     c = self.config
     attention_norm = _param(
       self, "attention_norm", (c.embed_dim,), ("embed",), _ones
     )
     mlp_norm = _param(self, "mlp_norm", (c.embed_dim,), ("embed",), _ones)
     y = layers.rms_norm(x, attention_norm, c.norm_eps).astype(c.compute_dtype)
-    y, cache = Attention(c, name="attention")(y, view, cache, mesh)
-    x = sharding.constrain(x + y, (view.rows, "length", None), mesh)
+    y, cache = Attention(c, name="attention")(y, view, cache)
+    x = sharding.constrain(x + y, (view.rows, "length", None), view.mesh)
     y = layers.rms_norm(x, mlp_norm, c.norm_eps).astype(c.compute_dtype)
-    x += Mlp(c, name="mlp")(y, view, mesh)
-    return sharding.constrain(x, (view.rows, "length", None), mesh), cache
+    x += Mlp(c, name="mlp")(y, view)
+    x = sharding.constrain(x, (view.rows, "length", None), view.mesh)
+    return x, cache
 
 
 class Ends(nn.Module):
@@ -264,11 +273,11 @@ def _declare(config: DecoderConfig, key: jax.Array) -> Params:
   """The parameters, each in the box that carries its logical axes."""
   ends_key, layers_key = jax.random.split(key)
   zero = jnp.zeros((1, 1), jnp.int32)
-  view = _view(Inputs(zero, zero, zero, zero[0]), None, config)
+  view = _view(Inputs(zero, zero, zero, zero[0]), None, config, None)
 
   def layer(key):
     x = jnp.zeros((1, 1, config.embed_dim))
-    return Block(config).init(key, x, view, None, None)["params"]
+    return Block(config).init(key, x, view, None)["params"]
 
   stacked = jax.vmap(layer)(jax.random.split(layers_key, config.num_layers))
   return {**Ends(config).init(ends_key)["params"], "layers": stacked}
@@ -385,15 +394,15 @@ def forward(
   Returns:
     Hidden states and the updated cache.
   """
-  view = _view(inputs, pages, config)
+  view = _view(inputs, pages, config, mesh)
   dtype = jnp.dtype(config.compute_dtype)
   x = products.rounded(params["embedding"][inputs.tokens], dtype)
   x = x.astype(jnp.float32)  # the sum over the layers
   x = sharding.constrain(x, (view.rows, "length", None), mesh)
   if cache is None:
-    x = _scan(params, x, view, config, mesh)
+    x = _scan(params, x, view, config)
   else:
-    x, cache = _each(params, x, view, cache, config, mesh)
+    x, cache = _each(params, x, view, cache, config)
   scale = products.rounded(params["final_norm"], dtype)
   return layers.rms_norm(x, scale, config.norm_eps).astype(dtype), cache
 
@@ -424,7 +433,7 @@ def _variables(layer: Any, adapter: Any) -> dict[str, Any]:
   return {"params": layer} | ({"adapters": adapter} if adapter else {})
 
 
-def _scan(params, x, view, config, mesh):
+def _scan(params, x, view, config):
   """The layers of a training pass, in one program for all of them.
 
   Layers that lie apart, as an engine has them, are picked by their number, so
@@ -440,7 +449,7 @@ def _scan(params, x, view, config, mesh):
     if each_alone:
       layer = jax.lax.switch(layer, [lambda w=w: w for w in layers])
     variables = _variables(layer, adapter)
-    return Block(config).apply(variables, x, view, None, mesh)
+    return Block(config).apply(variables, x, view, None)
 
   policy = _REMAT[config.remat]
   if policy is None and each_alone:
@@ -455,7 +464,7 @@ def _scan(params, x, view, config, mesh):
   return x
 
 
-def _each(params, x, view, cache, config, mesh):
+def _each(params, x, view, cache, config):
   """The layers one by one: a scan would copy the caches in every step."""
   if not isinstance(params["layers"], list):
     params = unstack(params)
@@ -463,7 +472,7 @@ def _each(params, x, view, cache, config, mesh):
   updated = []
   for layer, adapter, entry in zip(params["layers"], each, cache, strict=True):
     variables = _variables(layer, adapter)
-    x, entry = Block(config).apply(variables, x, view, entry, mesh)
+    x, entry = Block(config).apply(variables, x, view, entry)
     updated.append(entry)
   return x, updated
 
@@ -482,7 +491,10 @@ def _unroll(config: DecoderConfig) -> int:
 
 
 def _view(
-  inputs: Inputs, pages: paged.Pages | None, config: DecoderConfig
+  inputs: Inputs,
+  pages: paged.Pages | None,
+  config: DecoderConfig,
+  mesh: Mesh | None,
 ) -> View:
   angles = layers.rope_angles(
     inputs.positions, config.head_dim, config.rope_theta, config.rope_scaling
@@ -490,7 +502,12 @@ def _view(
   if pages is not None:  # there is no scan over the layers to keep them
     angles = layers.computed_once(angles, inputs.positions)
   return View(
-    inputs.positions, *angles, inputs.segment_ids, inputs.policy_index, pages
+    inputs.positions,
+    *angles,
+    inputs.segment_ids,
+    inputs.policy_index,
+    pages,
+    mesh,
   )
 
 
