@@ -1,9 +1,9 @@
 """The math orchestra as a load: what `rollouts.py` measures a team with.
 
 The orchestra and the rollout are the real ones. The words are numbers, and a
-verdict hangs on a checksum of the verifier's answer, so that every run plays
-the same episodes: up to three solutions, answers of 40 tokens in the median and
-256 at most.
+verdict hangs on a checksum of the verifier's answer, so that a draw is the same
+episodes in every run: up to three solutions, answers of 40 tokens in the median
+and 256 at most.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ ENGINE = {
   "num_slots": 32,
   # A question, and all that may be said about it.
   "max_length": lab.PROMPT + (2 * LOOPS - 1) * NEW,
-  # Turns come one by one, and most go on from what is there.
-  "prefill_rows": 1,
-  "prefill_buckets": (16, 64, 128, 256, 512, lab.PROMPT + 2 * LOOPS * NEW),
+  # Few turns come at a time, and most go on from what is there.
+  "prefill_rows": 4,
+  "prefill_buckets": (4, 64, 128, 256, 512, lab.PROMPT + 2 * LOOPS * NEW),
   "steps_per_call": 16,
 }
 POLICIES = {
@@ -150,12 +150,14 @@ def make(kind: type, policy_of: dict[str, str], params) -> rollout.Rollout:
   return rollout.Rollout(team, samplers, config)
 
 
-def play(made: rollout.Rollout, num_tasks: int, group_size: int) -> int:
-  """Plays the episodes; returns the tokens sampled."""
+def play(
+  made: rollout.Rollout, num_tasks: int, group_size: int, draw: int
+) -> int:
+  """Plays the episodes of a draw; returns the tokens sampled."""
   questions = lab.prompts(num_tasks)
   tasks = [
     Task("s", i, i, " ".join(map(str, ids)), "")
     for i, ids in enumerate(questions)
   ]
-  key = sampling.root_key(0, "train")
+  key = sampling.root_key(draw, "train")
   return rollout.count_tokens(made.collect(tasks, group_size, key))
