@@ -60,8 +60,9 @@ class Advantages(NamedTuple):
     values: [N] float32, 0 for padding.
     num_singleton: [num_agents] int32, groups in which the agent has rows whose
       baseline had a single sample.
-    num_zero_variance: [num_agents] int32, the same for two or more samples
-      that are equal within the tolerance.
+    num_zero_variance: [num_agents] int32, groups in which the agent has rows
+      and none of them a signal: all samples of each baseline are equal within
+      the tolerance, and of one there are two or more.
   """
 
   values: Float[Array, " N"]
@@ -74,7 +75,8 @@ class Turns(NamedTuple):
 
   Attributes:
     scores: of the rows (rewards.py).
-    group: ids from 0.
+    group: ids from 0; with `by_turn` each place in the episodes is one.
+    played: ids from 0 of the groups as they were played.
     agent: ids from 0.
     episode: ids from 0, unique over the step.
     tokens: trained tokens of the row.
@@ -86,6 +88,7 @@ class Turns(NamedTuple):
 
   scores: Float[Array, " N"]
   group: Int[Array, " N"]
+  played: Int[Array, " N"]
   agent: Int[Array, " N"]
   episode: Int[Array, " N"]
   tokens: Int[Array, " N"]
@@ -480,7 +483,7 @@ def estimate(
   if averages is None:
     averages = np.zeros((num_agents, 2))
   num_rows = len(scores)
-  group = _numbered(group)
+  group = played = _numbered(group)
   if config.by_turn:
     group = _numbered(group * (np.max(turn, initial=0) + 1) + turn)
   if anchor is None:
@@ -488,7 +491,9 @@ def estimate(
   by_agent = (group * num_agents + agent) * (num_rows + 1)
   anchor = _numbered(by_agent + _numbered(anchor))
   turns = _padded(
-    scores, (group, agent, _numbered(episode), tokens, anchor), returns
+    scores,
+    (group, played, agent, _numbered(episode), tokens, anchor),
+    returns,
   )
   width = len(turns.real)
   result, averages = ESTIMATORS[config.name](
@@ -686,18 +691,22 @@ def _result(
 ) -> Advantages:
   """Rules 4 and 5, and 0 for padding; counts (group, agent) pairs by kind of
   baseline."""
-  pairs = _pairs(turns, sizes)
+  pairs = _pairs(turns._replace(group=turns.played), sizes)
 
-  def count(flags: Bool[Array, " N"]) -> Int[Array, " agents"]:
-    hits = jax.ops.segment_sum(flags.astype(jnp.int32), pairs, sizes.pairs + 1)
-    hits = hits[: sizes.pairs].reshape(sizes.groups, sizes.agents)
-    return jnp.sum(hits > 0, axis=0, dtype=jnp.int32)
+  def total(flags: Bool[Array, " N"]) -> Int[Array, "groups agents"]:
+    found = jax.ops.segment_sum(flags.astype(jnp.int32), pairs, sizes.pairs + 1)
+    return found[: sizes.pairs].reshape(sizes.groups, sizes.agents)
+
+  def by_agent(flags: Bool[Array, "groups agents"]) -> Int[Array, " agents"]:
+    return jnp.sum(flags, axis=0, dtype=jnp.int32)
 
   alone = base.scores / (1 + EPSILON) if config.singleton == "raw" else 0.0
   values = jnp.where(base.flat, 0.0, values)
   values = jnp.where(base.single, alone, values)
   values = jnp.where(turns.real, values, 0.0)
-  return Advantages(values, count(base.single), count(base.flat & ~base.single))
+  quiet = base.flat if config.singleton == "raw" else base.flat | base.single
+  equal = (total(base.flat & ~base.single) > 0) & (total(~quiet) == 0)
+  return Advantages(values, by_agent(total(base.single) > 0), by_agent(equal))
 
 
 # The options that an estimator reads beside `singleton` and `zero_tolerance`;

@@ -1454,7 +1454,8 @@ def _check_effect(
   """Keys that were set and would change nothing."""
   idle = _idle_of_policy(policy)
   if is_reference:  # it scores the others' rows
-    idle = {k: v for k, v in idle.items() if k != "compute_dtype"}
+    for key in ("compute_dtype", "attention"):
+      idle.pop(key, None)
   if policy.trained:
     idle |= _idle_of_optimizer(policy.optimizer)
     idle |= _idle_of_loss(policy.loss)

@@ -68,7 +68,13 @@ class Gone(Exception):
   """The client has gone away."""
 
 
-_LOST = (ConnectionError, TimeoutError, Gone)
+LOST = (ConnectionError, TimeoutError, Gone)  # nobody is there to be told
+
+
+def internal() -> ApiError:
+  """For the client, of the exception that is being handled; printed here."""
+  traceback.print_exc()
+  return ApiError(500, "see the server's log", "internal")
 
 
 class Door(http.server.ThreadingHTTPServer):
@@ -151,7 +157,7 @@ class Door(http.server.ThreadingHTTPServer):
       self._places.release()
 
   def handle_error(self, request, client_address) -> None:
-    if not isinstance(sys.exception(), _LOST):
+    if not isinstance(sys.exception(), LOST):
       traceback.print_exc()
 
 
@@ -209,12 +215,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     except ApiError as e:
       self.refuse(e)
       return e.status
-    except _LOST:
+    except LOST:
       self.close_connection = True
       return _GONE
     except Exception:  # a fault of ours, told as such
-      traceback.print_exc()
-      self.refuse(ApiError(500, "see the server's log", "internal"))
+      self.refuse(internal())
       return 500
 
   def body(self) -> bytes:
@@ -225,6 +230,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
       Gone: the client has not sent all of it.
     """
     size, *others = self.headers.get_all("Content-Length", [""])
+    size = size.strip()
     self.close_connection, keep = True, self.close_connection
     self._unread = True
     told = size.isascii() and size.isdecimal() and not others

@@ -6,11 +6,10 @@ is answered (`Strand`): turns have their names, seeds and order from that.
 
 import dataclasses
 import itertools
+import sys
 import zlib
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from drmas_jax import config as config_lib
 from drmas_jax import prompts, remote, usercode
@@ -24,7 +23,7 @@ from drmas_jax.types import (
   UserError,
 )
 
-_MOST = float(np.finfo(np.float32).max)
+_MOST = 1e15  # of a reward: its square, summed, is a float32
 
 
 class Strand:
@@ -179,10 +178,18 @@ class Play:
     return UserError(usercode.describe(what, doing, self.where, code))
 
   def close(self) -> None:
-    """Gives up its coroutines, and those that wait for a turn of it."""
-    for asked in self.waiting.values():
-      asked.asker.close()
-    self.root.close()
+    """Gives up its coroutines, and those that wait for a turn of it.
+
+    What their own code raises on the way out is told, and changes nothing: the
+    episode is over.
+    """
+    askers = [asked.asker for asked in self.waiting.values()]
+    for asker in dict.fromkeys([*askers, self.root]):
+      try:
+        asker.close()
+      except Exception as e:
+        said = usercode.describe(e, "giving up the episode", self.where)
+        print(f"drmas_jax: {said}", file=sys.stderr, flush=True)
 
 
 def _precedes(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -259,7 +266,11 @@ def unscored(outcome: Outcome) -> Fault | None:
   """
   for whose, reward in _rewards(outcome):
     if reward is None or not abs(float(reward)) <= _MOST:
-      return Fault("reward", f"the reward of {whose} is {reward}")
+      return Fault(
+        "reward",
+        f"the reward of {whose} is {reward}; allowed are finite numbers of at "
+        f"most {_MOST:.0e} in size",
+      )
   return None
 
 

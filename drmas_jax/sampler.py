@@ -268,7 +268,8 @@ class Sampler:
       return Fault(
         "prompt",
         f"prompt of {len(ids)} tokens; allowed are 1 to {room}; raise "
-        "engine.max_length or shorten what agents pass on",
+        "engine.max_length (or the last of engine.prefill_buckets) or shorten "
+        "what agents pass on",
       )
     wrong = ids[(ids < 0) | (ids >= spec.vocab_size)]
     if len(wrong):

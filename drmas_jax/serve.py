@@ -113,6 +113,9 @@ def _check_flags(args: argparse.Namespace) -> None:
     faults.append(f"--workdir={args.workdir}: no such folder")
   if args.step and not args.workdir:
     faults.append("--step: has no effect without --workdir; remove it")
+  names = [text.partition("=")[0] for text in args.policy]
+  for name in {name for name in names if names.count(name) > 1}:
+    faults.append(f"--policy={name}=..: is there twice; write each NAME once")
   for text in args.policy:
     name, _, folder = text.partition("=")
     if not name.isidentifier() or not folder or name == "team":

@@ -9,6 +9,7 @@ Transformers loads when a tokenizer does; torch is not needed.
 """
 
 import datetime
+import itertools
 import json
 import os
 import pathlib
@@ -62,10 +63,12 @@ class Tokenizer:
     self._template = hf.get_chat_template(tools=self._kwargs.get("tools"))
     self._check_kwargs()
     special = {
-      token.content
-      for token in hf.added_tokens_decoder.values()
+      token.content: i
+      for i, token in hf.added_tokens_decoder.items()
       if token.special
     }
+    self._special_ids = frozenset(special.values())
+    self._bytes = _byte_tokens(hf.backend_tokenizer)
     longest_first = sorted(special, key=len, reverse=True)
     any_of = "|".join(map(re.escape, longest_first))
     self._special = re.compile(any_of or "(?!)")  # which is nowhere
@@ -205,11 +208,30 @@ class Tokenizer:
     return self._hf.get_vocab()
 
   def decode(self, ids: Sequence[int], control: bool = False) -> str:
-    """Text of ids; control tokens are left out unless `control` is set."""
+    """Text of ids; control tokens are left out unless `control` is set.
+
+    What ids spell stays, whatever follows them, but for a character that is
+    not complete: that is U+FFFD.
+    """
+    ids = np.asarray(ids, int).tolist()
+    if self._bytes:
+      return self._decode_bytes(ids, control)
     # Not transformers' own way to it, which takes four times as long.
     return self._hf.backend_tokenizer.decode(
-      np.asarray(ids, int).tolist(), skip_special_tokens=not control
+      ids, skip_special_tokens=not control
     )
+
+  def _decode_bytes(self, ids: Sequence[int], control: bool) -> str:
+    """Where single bytes are tokens, "<0x0A>", read by a fallback: of a run
+    that is not UTF-8 to its end it would spell no byte."""
+    backend, tokens = self._hf.backend_tokenizer, []
+    seen = [i for i in ids if control or i not in self._special_ids]
+    for is_byte, some in itertools.groupby(seen, self._bytes.__contains__):
+      if is_byte:  # a token to a character: what follows may join them only
+        tokens += bytes(self._bytes[i] for i in some).decode("utf-8", "replace")
+      else:
+        tokens += map(backend.id_to_token, some)
+    return backend.decoder.decode([t for t in tokens if t is not None])
 
   def tokens_until(self, ids: Sequence[int], char_index: int) -> int:
     """How many leading ids it takes to spell `decode(ids)[:char_index]`.
@@ -261,6 +283,18 @@ class Tokenizer:
           "the checkpoint's chat template never reads that key; allowed are "
           f"{', '.join(sorted(allowed)) or 'none'}; correct or remove it"
         )
+
+
+def _byte_tokens(backend: Any) -> dict[int, int]:
+  """The byte that a token stands for, of a tokenizer with a byte fallback."""
+  if backend.token_to_id("<0x0A>") is None:
+    return {}
+  decoder = json.loads(backend.to_str())["decoder"] or {}
+  steps = decoder.get("decoders", [decoder])
+  if not any(step.get("type") == "ByteFallback" for step in steps):
+    return {}
+  ids = {b: backend.token_to_id(f"<0x{b:02X}>") for b in range(256)}
+  return {i: b for b, i in ids.items() if i is not None}
 
 
 class Growing:

@@ -186,7 +186,21 @@ def test_groups_by_turn_index():
   # A turn that one episode alone has come to is a group of one.
   late = run("agent_wise", *rows, turn=[0, 1, 2, 0, 1, 9], by_turn=True)
   assert late.values[[2, 5]].tolist() == [0, 0]
-  assert late.num_singleton.tolist() == [2, 0, 0]
+  assert late.num_singleton.tolist() == [1, 0, 0]  # of the groups played
+  assert late.num_zero_variance.tolist() == [0, 1, 0]
+  # Groups of two episodes: of four turns that are equal in both, and not.
+  scores = [[1] * 4, [1] * 4, [1, 1, 0, 1], [1, 1, 0, 0]]
+  four = run(
+    "agent_wise",
+    np.concatenate(scores),
+    np.repeat([0, 1], 8),
+    [0] * 16,
+    np.repeat(range(4), 4),
+    turn=[0, 1, 2, 3] * 4,
+    by_turn=True,
+  )
+  assert four.num_zero_variance[0] == 1 and four.num_singleton[0] == 0
+  assert np.flatnonzero(four.values).tolist() == [11, 15]
 
 
 def test_std_only_falls_back_to_the_groups_deviation():
@@ -688,6 +702,7 @@ def test_padding_changes_nothing_and_gets_nothing(name, options, per_agent):
   group = rng.integers(0, 3, 11, np.int32)
   rows = [
     rng.random(11).astype(np.float32),
+    group,
     group,
     rng.integers(0, 3, 11, np.int32),
     2 * group + rng.integers(0, 2, 11, np.int32),

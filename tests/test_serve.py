@@ -23,7 +23,7 @@ import xla_flags
 
 from drmas_jax import config as config_lib
 from drmas_jax import serve
-from drmas_jax.serving import api
+from drmas_jax.serving import answers, api
 from drmas_jax.types import Task
 
 openai = pytest.importorskip("openai")
@@ -63,6 +63,10 @@ def test_what_a_request_may_say():
   assert ask.sampling == config_lib.Sampling(0.0, 3, 1.0)
   assert ask.max_tokens == 7 and ask.seed is None
   assert parse().sampling is None and parse().max_tokens is None
+  sent_back = {"role": "assistant", "content": "1", "annotations": []}
+  messages = [*ASK, sent_back | {"refusal": None}, *ASK]
+  assert len(parse(messages=messages).messages) == 3
+  assert parse(model="team", stop=[], min_tokens=0).stop == ()
 
 
 WRONG = [
@@ -468,6 +472,55 @@ def test_a_team_that_breaks_costs_its_request(served, monkeypatch):
   assert served.idle()
 
 
+def test_a_team_whose_way_out_breaks(served, monkeypatch, capfd):
+  """It is closed because its client has gone."""
+
+  async def raises(task, call, **options):
+    try:
+      while True:
+        await call("solver", task, ())
+    finally:
+      raise KeyError("on its way out")
+
+  async def goes_on(task, call, **options):
+    with contextlib.suppress(BaseException):
+      while True:
+        await call("solver", task, ())
+    await call("solver", task, ())
+
+  body = json.dumps({"model": "team", "messages": ASK, "n": 3})
+  head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}"
+  for run in (raises, goes_on):
+    orchestra = pytypes.SimpleNamespace(run=run)
+    monkeypatch.setattr(served.rollout.team, "orchestra", orchestra)
+    with served.slow(0.05):
+      began = time.monotonic()
+      with socket.create_connection(served.door.server_address[:2]) as client:
+        client.sendall(f"{head}\r\n\r\n{body}".encode())
+        while not served.loop.load["solver"].in_use:
+          time.sleep(0.01)
+          assert time.monotonic() < began + 10
+      assert served.idle()
+  monkeypatch.undo()
+  assert served.chat("team").choices[0].transcript
+  said = capfd.readouterr().err
+  assert said.count("KeyError: 'on its way out'\n  giving up the ep") == 3
+  assert said.count("ignored GeneratorExit\n  giving up the episode") == 3
+
+
+def test_a_fault_of_ours_in_a_stream_is_an_event(served, monkeypatch, capfd):
+  def breaks(self, gone):
+    yield {"choices": []}
+    raise ZeroDivisionError("ours")
+
+  monkeypatch.setattr(answers.Answer, "chunks", breaks)
+  with pytest.raises(openai.APIError, match="see the server's log"):
+    list(served.chat(stream=True))
+  assert "ZeroDivisionError: ours" in capfd.readouterr().err
+  monkeypatch.undo()
+  assert served.chat().choices and served.idle()
+
+
 # -- too much, too long, too late ----------------------------------------------
 
 
@@ -518,6 +571,8 @@ def test_a_text_that_nothing_has_room_for_is_not_encoded(served, model):
     served.chat(model, long)
   assert caught.value.code == "context_length_exceeded"
   assert time.monotonic() < began + 5
+  with pytest.raises(openai.BadRequestError, match="999 of them"):
+    served.chat(model, [ASK[0] | {"content": ""}] * 999)
   spaces = [ASK[0] | {"content": "1" + " " * 60_000}]
   with pytest.raises(openai.BadRequestError) as caught:
     served.chat(model, spaces)
@@ -694,6 +749,7 @@ def test_what_it_tells_of_itself(served):
     ("--workdir=/nowhere", "--workdir=/nowhere: no such folder"),
     ("--policy=a", "write NAME=FOLDER"),
     ("--policy=team=tiny:solver", "may not be 'team'"),
+    ("--policy=a=x --policy=a=y", "--policy=a=..: is there twice"),
     ("--policy=a=tiny:solver --step=3", "--step: has no effect"),
     ("--policy=a=x --timeout_s=0 --port=-1", "--timeout_s=0: is out of range"),
     ("--policy=a=x --config.policies.a.nme=1", "policies.a.nme: unknown key"),

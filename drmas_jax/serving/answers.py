@@ -137,6 +137,14 @@ class Desk:
     own = self.codecs.values()
     if ask.model != api.TEAM:
       own = [self.codecs[ask.model]]
+    num = len(ask.messages)  # none is written with less than a token
+    most = max((codec.max_length for codec in own), default=num)
+    if num > most:
+      raise _too_long(
+        "messages",
+        f"{num} of them, and model={ask.model!r} has room for {most} tokens; "
+        "send fewer",
+      )
     size = sum(len(message["content"]) for message in ask.messages)
     most = max((codec.max_characters for codec in own), default=size)
     if size > most:

@@ -147,7 +147,7 @@ def _ask(found: dict[str, Any]) -> Ask:
 def _check_team(found: Mapping[str, Any]) -> None:
   """What its agents' entries in the config decide, a request cannot."""
   for key in ("max_tokens", "max_completion_tokens", "min_tokens", "stop"):
-    if key in found:
+    if found.get(key):  # none to stop at, and none at the least, ask nothing
       raise _refuse(
         key, found[key], f"model={TEAM!r} takes it from the config's agents"
       )
@@ -228,7 +228,8 @@ def _message(key: str, value: Any) -> dict[str, str]:
   if not isinstance(value, dict):
     raise _refuse(key, value, 'write {"role": .., "content": ..}')
   for other in value:
-    if other not in ("role", "content") and value[other] is not None:
+    # An answer of OpenAI's, sent back, has empty lists.
+    if other not in ("role", "content") and value[other] not in (None, []):
       raise _refuse(
         f"{key}.{other[:80]}", value[other], "a message has role and content"
       )
@@ -416,6 +417,8 @@ class Text:
     found = []
     while self._each is not None and self._spelled < self._shown:
       num = self._tokens + 1
+      if num > len(self._ids):
+        break
       text = self._each(self._ids[:num])
       if not last or num < len(self._ids):
         text = text.rstrip(_HALF)

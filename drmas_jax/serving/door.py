@@ -126,6 +126,12 @@ class _Handler(door.Handler):
     except ApiError as e:
       status = e.status
       self._event(e.body())
+    except door.LOST:
+      raise
+    except Exception:  # a fault of ours; the status is out already
+      error = door.internal()
+      status = error.status
+      self._event(error.body())
     else:
       self._event("[DONE]")
     self._end_stream()
