@@ -82,7 +82,7 @@ def qwen3_math(size: str, *, team: str, estimator: str) -> ConfigDict:
       # One engine on all of them holds its weights once.
       placement=dict(
         train_mesh=dict(fsdp=1, tensor=0),
-        rollout_mesh=dict(fsdp=1, tensor=0),
+        rollout_mesh=dict(data=1, fsdp=1, tensor=0),
       ),
     )
   )

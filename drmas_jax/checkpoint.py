@@ -10,6 +10,7 @@ The last `keep` steps stay, the one with the highest score, and those that are
 held for a spike (`spikes`).
 """
 
+import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -17,14 +18,14 @@ import json
 import logging
 import pathlib
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from drmas_jax import config as config_lib
 from drmas_jax import writers
-from drmas_jax.types import TrainState
+from drmas_jax.types import RunError, TrainState
 
 FORMAT = 1  # of `Run` and of the item names; raised when either changes
 
@@ -109,7 +110,7 @@ class Checkpoints:
     already there is left as it is.
 
     Raises:
-      Exception: what went wrong in the save before this one.
+      RunError: this save could not begin, or the one before it failed.
     """
     self.wait()
     if run.step in self._manager.all_steps():
@@ -120,11 +121,12 @@ class Checkpoints:
     items = {_item(n): args.StandardSave(s) for n, s in states.items()}
     self._scores[run.step] = run.score
     # force: the policy of intervals is the caller's.
-    self._manager.save(
-      run.step,
-      args=args.Composite(run=args.JsonSave(record), **items),
-      force=True,
-    )
+    with self._writing():
+      self._manager.save(
+        run.step,
+        args=args.Composite(run=args.JsonSave(record), **items),
+        force=True,
+      )
 
   def wait(self) -> None:
     """Until the save under way is committed; then old steps are deleted."""
@@ -149,8 +151,23 @@ class Checkpoints:
     """Committed steps, rising."""
     if not self._folder.is_dir():
       return []
-    self._manager.wait_until_finished()
+    with self._writing():
+      self._manager.wait_until_finished()
     return sorted(self._manager.all_steps())
+
+  @contextlib.contextmanager
+  def _writing(self) -> Iterator[None]:
+    try:
+      yield
+    except (OSError, ValueError) as e:  # the latter is tensorstore's
+      what = str(e).partition("\n")[0]
+      # Each of its many files would tell of the same.
+      logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+      raise RunError(
+        f"{self._folder}: a checkpoint could not be written: {what:.300}; see "
+        "that there is room and that it may be written to, and start again: "
+        "the run goes on from the last one that is whole"
+      ) from e
 
   def has(self, step: int) -> bool:
     """Whether it is committed, also since `steps` has looked."""
@@ -313,7 +330,9 @@ class Checkpoints:
 
   def _score(self, step: int) -> float | None:
     if self._late_scores.is_file() and self._scores.get(step) is None:
-      late = json.loads(self._late_scores.read_text())
+      late = {}
+      with contextlib.suppress(ValueError):  # cut short: no claim on best
+        late = json.loads(self._late_scores.read_text())
       if str(step) in late:
         self._scores[step] = late[str(step)]
     if step not in self._scores:

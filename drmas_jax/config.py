@@ -833,6 +833,19 @@ def _plain(raw: Any) -> Any:
   return raw
 
 
+def _load_json(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    raw = json.loads(path.read_bytes())
+  except ValueError as e:
+    raise ConfigError(f"--config={path}: is no JSON: {e}") from e
+  if not isinstance(raw, dict):
+    raise ConfigError(
+      f"--config={path}: holds a {type(raw).__name__}; write an object of "
+      "keys, as a run leaves it"
+    )
+  return raw
+
+
 def load_file(
   path: str | pathlib.Path, function: str = "get_config"
 ) -> dict[str, Any]:
@@ -844,7 +857,7 @@ def load_file(
   """
   path = pathlib.Path(path)
   if path.name == "config.json" and path.is_file():
-    return json.loads(path.read_text())
+    return _load_json(path)
   if path.suffix != ".py" or not path.is_file():
     raise ConfigError(
       f"--config={path}: no such file; name a Python file with {function}()"
@@ -923,8 +936,10 @@ def _build(cls: type, raw: Any, path: str, faults: list[str]) -> Any:
     return None
   prefix = f"{path}." if path else ""
   values = {}
+  defaults = {f.name: f.default for f in dataclasses.fields(cls)}
   for key, value in raw.items():
     if key in hints:
+      value = _filled(value, defaults[key])
       values[key] = _typed(hints[key], value, f"{prefix}{key}", faults)
     else:
       faults.append(_unknown(f"{prefix}{key}", str(key), names))
@@ -936,6 +951,19 @@ def _build(cls: type, raw: Any, path: str, faults: list[str]) -> Any:
       faults.append(f"{here}: missing; add {_describe(hints[field.name])}")
       values[field.name] = None
   return cls(**values)
+
+
+def _filled(value: Any, default: Any) -> Any:
+  """A group of keys with what else its default here has: one that is written
+  changes no other."""
+  if not isinstance(value, Mapping) or not dataclasses.is_dataclass(default):
+    return value
+  own = {
+    field.name: getattr(default, field.name)
+    for field in dataclasses.fields(default)
+    if getattr(default, field.name) != field.default
+  }
+  return own | dict(value)
 
 
 def named(key: str, source: Source) -> Source:
@@ -1030,7 +1058,7 @@ def _typed(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
     return tuple(_typed(args[0], v, path, faults) for v in value)
   if not _fits(hint, value):
     faults.append(f"{path}: {value!r} is not allowed; write {_describe(hint)}")
-  elif hint is float:
+  elif hint is float and abs(value) <= sys.float_info.max:
     return float(value)
   return value
 
@@ -1088,13 +1116,15 @@ def _check_bounds(
     "<": lambda bound: value < bound,
   }
   bounds = {k: v for k, v in field.metadata.items() if v is not None}
-  if math.isfinite(value) and all(compare[k](v) for k, v in bounds.items()):
+  if abs(value) <= sys.float_info.max and all(
+    compare[k](v) for k, v in bounds.items()
+  ):
     return
   allowed = " and ".join(
     f"{k} {v if isinstance(v, int) else f'{v:g}'}" for k, v in bounds.items()
   )
   faults.append(
-    f"{path}: {value!r} is out of range; write a finite value {allowed}"
+    f"{path}: {value!r:.80} is out of range; write a finite value {allowed}"
   )
 
 

@@ -16,11 +16,12 @@ from jax itself, where process 0 was killed).
 import argparse
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Sequence
 
-from drmas_jax import caches
+from drmas_jax import caches, signals
 from drmas_jax import config as config_lib
 from drmas_jax.types import RunError
 
@@ -122,7 +123,7 @@ def _check_mode(args: argparse.Namespace) -> None:
     )
   for flag in ("step", "spike") if args.mode == "replay" else ():
     value = getattr(args, flag)
-    if value and not (value.isdigit() and int(value)):
+    if value and not re.fullmatch("0*[1-9][0-9]{0,17}", value):
       raise config_lib.ConfigError(
         f"--{flag}={value}: allowed is the number of a step, from 1"
       )
@@ -163,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "such as a mounted bucket or NFS"
       )
     set_environment()
+    signals.listen()
     if args.mode == "check":
       from drmas_jax import check
 

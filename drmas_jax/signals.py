@@ -6,9 +6,24 @@ import threading
 import time
 from typing import Any
 
-from drmas_jax.rollout import Stopped
-
 _GRACE_S = 30.0  # a step may go on for this long after SIGTERM
+
+_interrupted = False
+
+
+def listen() -> None:
+  """Until there is a `Stop`, Ctrl-C is remembered beside being raised: raised
+  within a callback of a library it would be lost, and the run would begin."""
+  global _interrupted
+  _interrupted = False
+
+  def note(number: int, frame: Any) -> None:
+    global _interrupted
+    _interrupted = True
+    signal.default_int_handler(number, frame)
+
+  if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, note)
 
 
 class Stop:
@@ -17,6 +32,9 @@ class Stop:
   Args:
     grace_s: what is under way may go on for so long; none: as a step may.
     says: what becomes of it.
+
+  Raises:
+    KeyboardInterrupt: it came while all was made ready.
   """
 
   def __init__(
@@ -32,6 +50,8 @@ class Stop:
     # Python hears of signals in its main thread alone.
     main = threading.current_thread() is threading.main_thread()
     heard = (signal.SIGINT, signal.SIGTERM) if main else ()
+    if _interrupted:
+      raise KeyboardInterrupt
     self._before = {s: signal.signal(s, self._wish) for s in heard}
 
   def _wish(self, number: int, frame: Any) -> None:
@@ -48,6 +68,8 @@ class Stop:
 
   def check(self) -> None:
     """Called within a step."""
+    from drmas_jax.rollout import Stopped
+
     if self.signal and time.monotonic() - self._since > self._grace_s:
       raise Stopped
 

@@ -182,6 +182,9 @@ class JsonLines(_ByStep):
     self._file.close()
 
 
+_MOST_EVENTS = 100_000  # that wait to be written
+
+
 class TensorBoard(Writer):
   """Events, one file a start; a board hides what older files say of `first`
   and later steps."""
@@ -198,14 +201,27 @@ class TensorBoard(Writer):
 
     # The file's name holds the time in seconds only, and would be overwritten.
     self._events = tensorboardX.SummaryWriter(
-      str(folder), purge_step=first, filename_suffix=f".{first}"
+      str(folder),
+      purge_step=first,
+      filename_suffix=f".{first}",
+      max_queue=_MOST_EVENTS,
     )
 
+  def _check(self):
+    """Its thread ends where the disk is full, and nobody empties its queue: a
+    full one would be waited for without end."""
+    events = self._events.file_writer.event_writer
+    if events._worker is not None and not events._worker.is_alive():
+      events._event_queue.cancel_join_thread()
+      raise OSError("its thread has ended, as where the disk is full")
+
   def write_scalars(self, step, scalars):
+    self._check()
     for name, value in scalars.items():
       self._events.add_scalar(name, float(value), step)
 
   def write_texts(self, step, texts):
+    self._check()
     for name, text in texts.items():
       self._events.add_text(name, text, step)
 
@@ -214,9 +230,11 @@ class TensorBoard(Writer):
     self._events.add_text("config", f"|key|value|\n|-|-|\n{rows}", 0)
 
   def flush(self):
+    self._check()
     self._events.flush()
 
   def close(self):
+    self._check()
     self._events.close()
 
 

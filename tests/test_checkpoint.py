@@ -21,7 +21,7 @@ from drmas_jax.checkpoint import (
   Run,
   compare_config,
 )
-from drmas_jax.types import TrainState
+from drmas_jax.types import RunError, TrainState
 
 # Reader threads of Orbax that die with a broken file complain when collected.
 pytestmark = pytest.mark.filterwarnings(
@@ -192,6 +192,35 @@ def test_keeps_the_last_and_the_best(tmp_path):
   reader.close()
   names = {p.name for p in (tmp_path / "checkpoints").iterdir()}
   assert names == {"4", "6", "7"}
+
+
+@pytest.mark.quick
+def test_a_save_that_fails_is_told(tmp_path):
+  state = {"solver": make_state(0, mesh_of(1))}
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.save(make_run(1, 0.5), state)
+  checkpoints.wait()
+  checkpoints._manager.save = _full
+  with pytest.raises(RunError, match="could not be written: RESOURCE_EXH") as e:
+    checkpoints.save(make_run(2, 0.5), state)
+  assert "and more" not in str(e.value)
+  assert Checkpoints(tmp_path, read_only=True).steps() == [1]
+
+
+@pytest.mark.quick
+def test_late_scores_that_are_cut_short_are_none(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.save(make_run(1), {"solver": make_state(0, mesh_of(1))})
+  checkpoints.close()
+  (tmp_path / "scores.json").write_text('{"1')
+  again = Checkpoints(tmp_path)
+  assert again.best() is None
+  again.save(make_run(1, 0.5), {"solver": make_state(0, mesh_of(1))})
+  assert again.best() == 1
+
+
+def _full(*args, **kwargs):
+  raise ValueError("RESOURCE_EXHAUSTED: No space left\nand more")
 
 
 def _largest(folder: pathlib.Path) -> pathlib.Path:

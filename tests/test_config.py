@@ -760,6 +760,28 @@ def test_overrides_are_typed(read):
   assert config.orchestra.options == {"max_loops": 3}
 
 
+def test_a_key_of_a_group_changes_no_other(read):
+  """Defaults of the place stay, where they are not those of the kind."""
+  mesh = read("placement.rollout_mesh.tensor=2").placement.rollout_mesh
+  assert mesh == dataclasses.replace(
+    config_lib.Placement().rollout_mesh, tensor=2
+  )
+  assert mesh != config_lib.Mesh(tensor=2)
+
+
+@pytest.mark.parametrize("key", ["steps", "health.slow_floor_s"])
+def test_numbers_beyond_all_bounds(read, key):
+  (line,) = lines(read, f"{key}={10**400}")
+  assert "is out of range" in line and len(line) < 250
+
+
+@pytest.mark.parametrize("text, said", [("{", "is no JSON"), ("[1]", "a list")])
+def test_a_broken_config_json(tmp_path, text, said):
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(ConfigError, match=said):
+    config_lib.read(tmp_path / "config.json", ["steps=3"])
+
+
 @pytest.mark.parametrize("text", ["steps", "=3", "a..b=3", ".steps=3"])
 def test_override_syntax(read, text):
   assert lines(read, text) == [f"override {text!r}: write --config.a.b=value"]

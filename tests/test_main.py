@@ -686,6 +686,30 @@ def broken_config(folder):
   (folder / "config.json").write_text("{")
 
 
+def no_heads(folder):
+  edit_json(folder / "config.json", num_attention_heads=0)
+
+
+def odd_heads(folder):
+  edit_json(folder / "config.json", num_attention_heads=3)
+
+
+def a_size_in_quotes(folder):
+  edit_json(folder / "config.json", hidden_size="64")
+
+
+def an_end_in_words(folder):
+  edit_json(folder / "config.json", eos_token_id="x")
+
+
+def open_template(folder):
+  edit_json(folder / "tokenizer_config.json", chat_template="{% for m in x %}")
+
+
+def template_that_fails(folder):
+  edit_json(folder / "tokenizer_config.json", chat_template="{{ x.y.z }}")
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
   ("spoil", "message"),
@@ -698,6 +722,12 @@ def broken_config(folder):
     (no_template, "has no chat template"),
     (no_config, "config.json: no such file"),
     (broken_config, "Expecting property name"),
+    (no_heads, "a value is not what its key asks for (integer division"),
+    (odd_heads, "3 heads of 21 and 4 kv heads; allowed are"),
+    (a_size_in_quotes, "a value is not what its key asks for (unsupported"),
+    (an_end_in_words, "its tokenizer's files cannot be read (TypeError"),
+    (open_template, "its chat template fails (TemplateSyntaxError"),
+    (template_that_fails, "its chat template fails (UndefinedError"),
   ],
 )
 def test_a_broken_folder_is_refused(tmp_path, capsys, spoil, message):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -322,6 +323,30 @@ def test_same_methods_as_clu():
       num = code.co_argcount + code.co_kwonlyargcount
       want = [a.arg for a in method.args.args + method.args.kwonlyargs]
       assert list(code.co_varnames[:num]) == want
+
+
+@pytest.mark.filterwarnings(
+  "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)
+def test_a_board_on_a_full_disk_is_left_out(tmp_path, capfd):
+  """Its thread ends then, and its queue is emptied by nobody."""
+  board = writers.TensorBoard(tmp_path)
+  kept = []
+  own = type("Own", (), {"write_scalars": lambda _, *args: kept.append(args)})()
+  both = writers.MultiWriter([board, own])
+  events = board._events.file_writer.event_writer
+
+  def full(event):
+    raise OSError(28, "No space left on device")
+
+  events._ev_writer.write_event = full
+  end = time.monotonic() + 20
+  while board in both.writers and time.monotonic() < end:
+    both.write_scalars(len(kept), {"x": 1.0})
+    time.sleep(0.01)
+  assert both.writers == [own] and len(kept) > 1
+  both.close()
+  assert "its thread has ended, as where the disk" in capfd.readouterr().err
 
 
 def test_tensorboard_events_are_purged_on_resume(tmp_path):

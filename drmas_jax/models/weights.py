@@ -100,8 +100,13 @@ def read_config(folder: str | pathlib.Path) -> DecoderConfig:
     config = known[named].read(raw)
   except KeyError as e:
     raise ValueError(f"{path}: the key {e} is missing") from e
-  except (TypeError, AttributeError, ValueError) as e:
+  except ValueError as e:
     raise ValueError(f"{path}: {e}") from e
+  except (TypeError, AttributeError, ArithmeticError) as e:
+    raise ValueError(
+      f"{path}: a value is not what its key asks for ({e}); compare it with "
+      "the checkpoint as it was published"
+    ) from e
   for field in dataclasses.fields(config):
     value, kinds = getattr(config, field.name), _KINDS.get(field.type)
     if kinds and not isinstance(value, kinds):
@@ -109,6 +114,13 @@ def read_config(folder: str | pathlib.Path) -> DecoderConfig:
         f"{path}: what gives {field.name} is {value!r}; it must be of "
         f"{field.type.__name__}"
       )
+  heads, kv_heads = config.num_heads, config.num_kv_heads
+  few = min(heads, kv_heads, config.head_dim) < 1
+  if few or heads % kv_heads or config.head_dim % 2:
+    raise ValueError(
+      f"{path}: {heads} heads of {config.head_dim} and {kv_heads} kv heads; "
+      "allowed are heads that the kv heads share evenly, of an even size"
+    )
   return config
 
 

@@ -1,0 +1,31 @@
+"""Ctrl-C before there is a run."""
+
+import signal
+
+import pytest
+
+from drmas_jax import signals
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+  before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+  yield
+  for number, handler in before.items():
+    signal.signal(number, handler)
+  signals._interrupted = False
+
+
+def test_it_is_remembered_where_a_library_loses_it():
+  signals.listen()
+  with pytest.raises(KeyboardInterrupt):
+    signal.raise_signal(signal.SIGINT)  # as in a callback that hides it
+  with pytest.raises(KeyboardInterrupt):
+    signals.Stop()
+  signals.listen()  # another run of this process
+  stop = signals.Stop()
+  signal.raise_signal(signal.SIGINT)
+  assert stop.exit_code == 130
+  stop.close()
