@@ -6,12 +6,14 @@
 An evaluation that was killed plays what is not there, and nothing twice.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 import jax
@@ -206,28 +208,29 @@ class Store:
     path, host = folder / "identity.json", jax.process_index()
     identity = json.loads(json.dumps(identity))
     if host == 0:
-      try:
+      with _writable():
         folder.mkdir(parents=True, exist_ok=True)
-      except OSError as e:
-        raise config_lib.ConfigError(f"--workdir: {e}") from e
-      if fresh or not path.exists():
-        old = [path, *folder.glob("episodes*.jsonl")]
-        old += folder.glob("transcripts*.jsonl")
-        old += folder.glob("results.*") if fresh else ()
-        for file in old:
-          file.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # before anything is deleted
+          pass
+        if fresh or not path.exists():
+          old = [path, *folder.glob("episodes*.jsonl")]
+          old += folder.glob("transcripts*.jsonl")
+          old += folder.glob("results.*") if fresh else ()
+          for file in old:
+            file.unlink(missing_ok=True)
     hosts.check_folder(folder)
     if path.exists():
       identity = _same(json.loads(path.read_text()), identity, folder)
     self.records = _read(folder)
     hosts.agree("evaluation: read", {})
-    if host == 0:
-      writers.write_json(path, identity)
     suffix = f".{host}.jsonl" if host else ".jsonl"
-    self._lines, self._transcripts = (
-      _appended(folder / f"{name}{suffix}")
-      for name in ("episodes", "transcripts")
-    )
+    with _writable():
+      if host == 0:
+        writers.write_json(path, identity)
+      self._lines, self._transcripts = (
+        _appended(folder / f"{name}{suffix}")
+        for name in ("episodes", "transcripts")
+      )
 
   def add(self, record: Record, transcript: Any = None) -> None:
     """`transcript` is plain data; none: the episode's text is not kept."""
@@ -243,6 +246,14 @@ class Store:
   def __exit__(self, *_: Any) -> None:
     self._lines.close()
     self._transcripts.close()
+
+
+@contextlib.contextmanager
+def _writable() -> Iterator[None]:
+  try:
+    yield
+  except OSError as e:
+    raise config_lib.ConfigError(f"--workdir: {e}") from e
 
 
 def _appended(path: pathlib.Path) -> TextIO:

@@ -152,11 +152,24 @@ def _newest(workdir: pathlib.Path, step: int) -> Origin:
       f"--step={step}: the run in {workdir} began behind step {fork.step} of "
       f"{fork.workdir}; replay that one"
     )
+  done = max((0, *own.steps(), *_steps(workdir / "metrics.jsonl")))
+  if step > done + 1:
+    raise config_lib.ConfigError(
+      f"--step={step}: the run in {workdir} has done {done}; allowed are 1 to "
+      f"{done + 1}"
+    )
   before = [s for s in own.steps() if s < step]
   found = restoring.of_first(before[-1] if before else None, own)
   if found is not None:
     return Origin(own, found)
   return Origin(own, 0) if fork is None else Origin(fork.checkpoints, fork.step)
+
+
+def _steps(path: pathlib.Path) -> list[int]:
+  """That metrics are of."""
+  if not path.is_file():
+    return []
+  return [int(s.max()) for s, _ in writers.read_metrics(path).values()]
 
 
 def _check_config(

@@ -530,6 +530,21 @@ def test_files(tmp_path):
   assert means == {n: v["avg@2"][0] for n, v in found["summary"].items()}
 
 
+def test_a_folder_that_may_not_be_written_to_is_left_as_it_was(
+  tmp_path, monkeypatch
+):
+  with open_store(tmp_path):
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+  def read_only(dir):
+    raise OSError(30, "Read-only file system")
+
+  monkeypatch.setattr(records.tempfile, "TemporaryFile", read_only)
+  with pytest.raises(config_lib.ConfigError, match=r"--workdir: .*Read-only"):
+    open_store(tmp_path, fresh=True)
+  assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.quick
 def test_what_a_resumed_run_plays_anew_is_cut(tmp_path):
   for step in (0, 9, 10, 20):

@@ -198,6 +198,8 @@ def test_what_cannot_be_replayed(job, tmp_path, capsys):
     (("--spike=2",), "allowed are 3, 4; --step=2 plays it again"),
     ((), "write either --step=N"),
     (("--step=3", "--spike=3"), "write either --step=N"),
+    (("--step=99",), "--step=99: the run in"),
+    (("--step=²",), "--step=²: allowed is the number of a step"),
     (("--step=best",), "--step=best: allowed is the number of a step"),
     (("--step=3", f"--fork={job}"), "no effect with --mode=replay"),
   ):

@@ -486,6 +486,7 @@ def test_names_of_another_model(tmp_path):
       "Qwen2ForCausalLM, Qwen3ForCausalLM",
     ),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+    ({"rope_parameters": {"rope_theta": None}}, "rope_theta: null; write"),
     (
       {  # as one adds it to a file of transformers 5
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},

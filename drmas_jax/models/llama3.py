@@ -150,7 +150,10 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
       f"rope_parameters: of {per_layer} apart; supported is one rotation for "
       "all layers"
     )
-  theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+  theta = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
+  if theta is None:
+    raise ValueError("rope_theta: null; write the one that it was trained with")
+  theta = float(theta)
   kind = rope.get("rope_type") or rope.get("type") or "default"
   if kind == "default":
     return theta, None
