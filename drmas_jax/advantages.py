@@ -697,16 +697,17 @@ def _result(
     found = jax.ops.segment_sum(flags.astype(jnp.int32), pairs, sizes.pairs + 1)
     return found[: sizes.pairs].reshape(sizes.groups, sizes.agents)
 
-  def by_agent(flags: Bool[Array, "groups agents"]) -> Int[Array, " agents"]:
-    return jnp.sum(flags, axis=0, dtype=jnp.int32)
-
   alone = base.scores / (1 + EPSILON) if config.singleton == "raw" else 0.0
   values = jnp.where(base.flat, 0.0, values)
   values = jnp.where(base.single, alone, values)
   values = jnp.where(turns.real, values, 0.0)
   quiet = base.flat if config.singleton == "raw" else base.flat | base.single
   equal = (total(base.flat & ~base.single) > 0) & (total(~quiet) == 0)
-  return Advantages(values, by_agent(total(base.single) > 0), by_agent(equal))
+  counts = (
+    jnp.sum(kind, axis=0, dtype=jnp.int32)
+    for kind in (total(base.single) > 0, equal)
+  )
+  return Advantages(values, *counts)
 
 
 # The options that an estimator reads beside `singleton` and `zero_tolerance`;

@@ -833,19 +833,6 @@ def _plain(raw: Any) -> Any:
   return raw
 
 
-def _load_json(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    raw = json.loads(path.read_bytes())
-  except ValueError as e:
-    raise ConfigError(f"--config={path}: is no JSON: {e}") from e
-  if not isinstance(raw, dict):
-    raise ConfigError(
-      f"--config={path}: holds a {type(raw).__name__}; write an object of "
-      "keys, as a run leaves it"
-    )
-  return raw
-
-
 def load_file(
   path: str | pathlib.Path, function: str = "get_config"
 ) -> dict[str, Any]:
@@ -857,11 +844,26 @@ def load_file(
   """
   path = pathlib.Path(path)
   if path.name == "config.json" and path.is_file():
-    return _load_json(path)
-  if path.suffix != ".py" or not path.is_file():
+    try:
+      raw = json.loads(path.read_bytes())
+    except ValueError as e:
+      raise ConfigError(f"--config={path}: is no JSON: {e}") from e
+  elif path.suffix == ".py" and path.is_file():
+    raw = _call(path, function)
+  else:
     raise ConfigError(
       f"--config={path}: no such file; name a Python file with {function}()"
     )
+  if not isinstance(raw, dict):
+    raise ConfigError(
+      f"--config={path}: gives a {type(raw).__name__}; write keys and values, "
+      "in Python as a ConfigDict or a dict"
+    )
+  return raw
+
+
+def _call(path: pathlib.Path, function: str) -> Any:
+  """What a function of a Python file returns, as plain data."""
   spec = importlib.util.spec_from_file_location("drmas_jax_config", path)
   module = importlib.util.module_from_spec(spec)
   try:
@@ -870,7 +872,7 @@ def load_file(
     if (folder := str(path.resolve().parent)) not in sys.path:
       sys.path.insert(0, folder)
     spec.loader.exec_module(module)
-    raw = _plain(getattr(module, function)())
+    return _plain(getattr(module, function)())
   except ConfigError:
     raise
   except Exception as e:
@@ -879,12 +881,6 @@ def load_file(
     lines = [f.lineno for f in frames if f.filename == str(path)]
     line = getattr(e, "lineno", None) or (lines[-1] if lines else 1)
     raise ConfigError(f"{path}:{line}: {type(e).__name__}: {e}") from e
-  if not isinstance(raw, dict):
-    raise ConfigError(
-      f"--config={path}: {function}() returned {type(raw).__name__}; return "
-      "a ConfigDict or a dict"
-    )
-  return raw
 
 
 def _check_twice(path: pathlib.Path) -> None:
@@ -961,7 +957,8 @@ def _filled(value: Any, default: Any) -> Any:
   own = {
     field.name: getattr(default, field.name)
     for field in dataclasses.fields(default)
-    if getattr(default, field.name) != field.default
+    if field.default is not dataclasses.MISSING
+    and getattr(default, field.name) != field.default
   }
   return own | dict(value)
 

@@ -31,9 +31,8 @@ from drmas_jax import (
 )
 from drmas_jax import config as config_lib
 from drmas_jax.evaluate import Evaluation, Summary
-from drmas_jax.rollout import Stopped
 from drmas_jax.training import Training
-from drmas_jax.types import RunError
+from drmas_jax.types import RunError, Stopped
 
 
 def main(

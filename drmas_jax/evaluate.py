@@ -44,9 +44,9 @@ from drmas_jax import config as config_lib
 from drmas_jax import manifest as manifests
 from drmas_jax.backbone import Backbone
 from drmas_jax.records import Key, Record, Store, sampling
-from drmas_jax.rollout import Rollout, Stopped
+from drmas_jax.rollout import Rollout
 from drmas_jax.sampling import root_key
-from drmas_jax.types import Episode, RunError, Task, UserError
+from drmas_jax.types import Episode, RunError, Stopped, Task, UserError
 
 FORMAT = 1  # of results.json
 MACRO = "macro"  # the mean over sets, among the names of the sets

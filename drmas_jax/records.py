@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
@@ -210,8 +209,6 @@ class Store:
     if host == 0:
       with _writable():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # before anything is deleted
-          pass
         if fresh or not path.exists():
           old = [path, *folder.glob("episodes*.jsonl")]
           old += folder.glob("transcripts*.jsonl")

@@ -45,9 +45,8 @@ from drmas_jax import (
 from drmas_jax import config as config_lib
 from drmas_jax.backbone import Work
 from drmas_jax.resample import Played
-from drmas_jax.rollout import Stopped
 from drmas_jax.training import Training
-from drmas_jax.types import Group
+from drmas_jax.types import Group, Stopped
 
 _MOST = 10  # rows that the summary names
 _TEXT = 160  # characters of each

@@ -58,11 +58,6 @@ from drmas_jax.types import (
   request,
 )
 
-
-class Stopped(Exception):
-  """What a heartbeat raises: the rollout under way is given up."""
-
-
 _LATE_S = 2.0  # beyond its limit, for a coroutine that blocks
 _MOST_AT_ONCE = 100_000  # steps of an orchestra between two waits
 _IO_S = 1.0  # that the I/O thread is waited for, before signals are looked at

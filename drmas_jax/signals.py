@@ -6,6 +6,8 @@ import threading
 import time
 from typing import Any
 
+from drmas_jax.types import Stopped
+
 _GRACE_S = 30.0  # a step may go on for this long after SIGTERM
 
 _interrupted = False
@@ -68,8 +70,6 @@ class Stop:
 
   def check(self) -> None:
     """Called within a step."""
-    from drmas_jax.rollout import Stopped
-
     if self.signal and time.monotonic() - self._since > self._grace_s:
       raise Stopped
 

@@ -98,8 +98,8 @@ class Tokenizer:
       template_kwargs: given to the chat template with every prompt.
 
     Raises:
-      ValueError: the folder holds no tokenizer or no chat template, or the
-        template never reads one of the keys.
+      ValueError: the folder holds no tokenizer or no chat template, or one
+        that fails, or the template never reads one of the keys.
     """
     folder = pathlib.Path(folder)
     if not (folder / "tokenizer.json").is_file():
@@ -127,7 +127,16 @@ class Tokenizer:
       )
     ends = _end_ids(folder / "generation_config.json")
     ends += _end_ids(folder / "config.json")
-    return cls(hf, ends, template_kwargs)
+    import jinja2
+
+    try:
+      return cls(hf, ends, template_kwargs)
+    except (jinja2.TemplateError, TypeError) as e:
+      raise ValueError(
+        f"checkpoint={str(folder)!r}: its chat template or the ids of its end "
+        f"tokens are wrong ({type(e).__name__}: {e}); compare them with the "
+        "checkpoint as it was published"
+      ) from e
 
   def encode(self, text: str) -> np.ndarray:
     """Ids of plain text [tokens]; control tokens in it are plain text too."""
@@ -306,16 +315,19 @@ class Growing:
 
   def __init__(self, decode: Callable[[Sequence[int]], str]):
     self._decode = decode
-    self._text = ""
+    self._text = self._known = ""
     self._start = self._end = 0
 
   def __call__(self, ids: Sequence[int]) -> str:
     """Text of all ids; they begin with those of the last call."""
-    known = self._decode(ids[self._start : self._end])
-    text = self._text + self._decode(ids[self._start :])[len(known) :]
+    new = self._decode(ids[self._start :])[len(self._known) :]
+    text = self._text + new
     # A character at its end may still be incomplete.
     if len(ids) > self._end and not text.endswith("\ufffd"):
-      self._text, self._start, self._end = text, self._end, len(ids)
+      known = self._decode(ids[self._end :])
+      if known:  # or what follows would be decoded as a text's beginning
+        self._text, self._known = text, known
+        self._start, self._end = self._end, len(ids)
     return text
 
 

@@ -46,8 +46,7 @@ from drmas_jax import config as config_lib
 from drmas_jax.backbone import Backbone, Work, logprob_gaps, without_tokens
 from drmas_jax.evaluate import Summary
 from drmas_jax.resample import Played
-from drmas_jax.rollout import Stopped
-from drmas_jax.types import Group, RunError, Task, UserError
+from drmas_jax.types import Group, RunError, Stopped, Task, UserError
 
 _FIRST = 5  # batches that a process plays before it wonders at no reward
 

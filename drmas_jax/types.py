@@ -51,6 +51,10 @@ class TransientError(Exception):
   wall_clock = False
 
 
+class Stopped(Exception):
+  """What a heartbeat raises: the rollout under way is given up."""
+
+
 class RunError(RuntimeError):
   """The run cannot go on; `main` exits with code 3."""
 

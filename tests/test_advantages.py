@@ -201,6 +201,14 @@ def test_groups_by_turn_index():
   )
   assert four.num_zero_variance[0] == 1 and four.num_singleton[0] == 0
   assert np.flatnonzero(four.values).tolist() == [11, 15]
+  # One place that is equal in both, and one that each alone has come to: as
+  # they are, these have a signal where a single score is one.
+  alone = [1] * 4, [0] * 4, [0] * 4, [0, 0, 1, 1]
+  for singleton, num in (("zero", 1), ("raw", 0)):
+    got = run(
+      "agent_wise", *alone, turn=[0, 1, 0, 2], by_turn=True, singleton=singleton
+    )
+    assert got.num_zero_variance[0] == num and got.num_singleton[0] == 1
 
 
 def test_std_only_falls_back_to_the_groups_deviation():

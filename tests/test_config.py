@@ -581,8 +581,9 @@ def test_a_reference_needs_no_agent(read):
     "policies.bob.loss.kl: 'k4' not found; allowed are k1, k2, k3…KL in "
     "losses.py",
   )
-  # It scores in its own compute_dtype, and updates nothing.
-  read(TEACHER, kept_near("bob"), "policies.teacher.compute_dtype=bfloat16")
+  # It scores by a program of its own, and updates nothing.
+  for own in ("compute_dtype=bfloat16", "attention=xla"):
+    read(TEACHER, kept_near("bob"), f"policies.teacher.{own}")
   [line] = lines(
     read, TEACHER, kept_near("bob"), "policies.teacher.num_epochs=2"
   )
@@ -814,7 +815,7 @@ def test_broken_file(write, text, expected):
 
 
 def test_file_that_returns_something_else(write):
-  with pytest.raises(ConfigError, match="returned list; return a ConfigDict"):
+  with pytest.raises(ConfigError, match="gives a list; write keys"):
     config_lib.read(write("def get_config():\n  return []"))
 
 

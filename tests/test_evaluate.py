@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from drmas_jax import (
   writers,
 )
 from drmas_jax import config as config_lib
-from drmas_jax.types import Fault, Outcome, RunError, Task
+from drmas_jax.types import Fault, Outcome, RunError, Stopped, Task
 
 K = 3
 
@@ -234,7 +235,7 @@ class World:
 
   def beat(self):
     if len(self.played) >= self.stop_after:
-      raise rollout.Stopped
+      raise Stopped
 
   def run(self, store=None, k=K, **sets):
     key = sampling.root_key(0, "eval")
@@ -328,7 +329,7 @@ def test_stopped_and_gone_on(tmp_path):
   sets = {"one": tasks("one", 6), "two": tasks("two", 4)}
   straight = World().run(**sets)
   first = World(stop_after=8, late={(0, 1), (1, 2)})
-  with pytest.raises(rollout.Stopped), open_store(tmp_path) as store:
+  with pytest.raises(Stopped), open_store(tmp_path) as store:
     first.run(store, **sets)
   path = tmp_path / "episodes.jsonl"
   lines = path.read_text().splitlines(keepends=True)
@@ -370,7 +371,7 @@ def test_stopped_and_gone_on(tmp_path):
 @pytest.mark.quick
 def test_hosts_have_files_of_their_own_and_read_all(tmp_path, monkeypatch):
   sets = {"one": tasks("one", 6)}
-  with open_store(tmp_path) as store, pytest.raises(rollout.Stopped):
+  with open_store(tmp_path) as store, pytest.raises(Stopped):
     World(stop_after=8).run(store, **sets)
   with monkeypatch.context() as other:
     other.setattr(jax, "process_index", lambda: 1)
@@ -536,10 +537,10 @@ def test_a_folder_that_may_not_be_written_to_is_left_as_it_was(
   with open_store(tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
-  def read_only(dir):
+  def read_only(path, missing_ok=False):
     raise OSError(30, "Read-only file system")
 
-  monkeypatch.setattr(records.tempfile, "TemporaryFile", read_only)
+  monkeypatch.setattr(pathlib.Path, "unlink", read_only)
   with pytest.raises(config_lib.ConfigError, match=r"--workdir: .*Read-only"):
     open_store(tmp_path, fresh=True)
   assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -725,9 +725,9 @@ def template_that_fails(folder):
     (no_heads, "a value is not what its key asks for (integer division"),
     (odd_heads, "3 heads of 21 and 4 kv heads; allowed are"),
     (a_size_in_quotes, "a value is not what its key asks for (unsupported"),
-    (an_end_in_words, "its tokenizer's files cannot be read (TypeError"),
-    (open_template, "its chat template fails (TemplateSyntaxError"),
-    (template_that_fails, "its chat template fails (UndefinedError"),
+    (an_end_in_words, "the ids of its end tokens are wrong (TypeError"),
+    (open_template, "tokens are wrong (TemplateSyntaxError"),
+    (template_that_fails, "tokens are wrong (UndefinedError"),
   ],
 )
 def test_a_broken_folder_is_refused(tmp_path, capsys, spoil, message):

@@ -367,7 +367,15 @@ def test_transient_errors_lose_an_episode_and_others_stop_the_run():
 
 @pytest.mark.parametrize(
   "missing",
-  [None, np.nan, -np.inf, 1e39, {"a": 1.0, "b": np.nan}, {"a": None, "b": 0.0}],
+  [
+    None,
+    np.nan,
+    -np.inf,
+    1e39,
+    1e16,
+    {"a": 1.0, "b": np.nan},
+    {"a": None, "b": 0.0},
+  ],
 )
 @pytest.mark.parametrize("groups_too", [False, True])
 def test_an_episode_without_a_reward_is_lost(missing, groups_too):

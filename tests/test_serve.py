@@ -172,6 +172,17 @@ class Served:
   client: openai.OpenAI
   alone: list  # a group of QUESTION, in process, seed 5
 
+  def leave(self, **options):
+    """Asks, and is gone as soon as the solver has begun."""
+    body = json.dumps({"messages": ASK, **options})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}"
+    end = time.monotonic() + 10
+    with socket.create_connection(self.door.server_address[:2]) as client:
+      client.sendall(f"{head} \r\n\r\n{body}".encode())  # a blank is allowed
+      while not self.loop.load["solver"].in_use:
+        time.sleep(0.01)
+        assert time.monotonic() < end
+
   @contextlib.contextmanager
   def slow(self, seconds):
     """Every round takes so long."""
@@ -488,18 +499,11 @@ def test_a_team_whose_way_out_breaks(served, monkeypatch, capfd):
         await call("solver", task, ())
     await call("solver", task, ())
 
-  body = json.dumps({"model": "team", "messages": ASK, "n": 3})
-  head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}"
   for run in (raises, goes_on):
     orchestra = pytypes.SimpleNamespace(run=run)
     monkeypatch.setattr(served.rollout.team, "orchestra", orchestra)
     with served.slow(0.05):
-      began = time.monotonic()
-      with socket.create_connection(served.door.server_address[:2]) as client:
-        client.sendall(f"{head}\r\n\r\n{body}".encode())
-        while not served.loop.load["solver"].in_use:
-          time.sleep(0.01)
-          assert time.monotonic() < began + 10
+      served.leave(model="team", n=3)
       assert served.idle()
   monkeypatch.undo()
   assert served.chat("team").choices[0].transcript
@@ -680,23 +684,9 @@ def test_a_request_has_a_limit(served, monkeypatch):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_slots(served, stream):
-  body = json.dumps(
-    {
-      "model": "solver",
-      "messages": ASK,
-      "stream": stream,
-      "n": 4,
-      "min_tokens": 38,
-    }
-  )
-  head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}"
   with served.slow(0.1):  # 19 rounds at least
     began = time.monotonic()
-    with socket.create_connection(served.door.server_address[:2]) as client:
-      client.sendall(f"{head}\r\n\r\n{body}".encode())
-      while not served.loop.load["solver"].in_use:
-        time.sleep(0.01)
-        assert time.monotonic() < began + 10
+    served.leave(model="solver", stream=stream, n=4, min_tokens=38)
     assert served.idle()
     assert time.monotonic() < began + 1.5
 

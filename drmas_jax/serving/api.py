@@ -417,8 +417,6 @@ class Text:
     found = []
     while self._each is not None and self._spelled < self._shown:
       num = self._tokens + 1
-      if num > len(self._ids):
-        break
       text = self._each(self._ids[:num])
       if not last or num < len(self._ids):
         text = text.rstrip(_HALF)
