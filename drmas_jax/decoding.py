@@ -192,6 +192,7 @@ class Programs(NamedTuple):
   grow: Any
   prefill: Any
   insert: Any
+  generate_on_pool: Any
   take: Any
   generate: Any
   give: Any
@@ -383,46 +384,54 @@ def _insert(spec: Spec, state, hidden, count, key, what):
   return jax.lax.fori_loop(0, count, body, state)
 
 
-def _lengths(slots: Slots, lanes: jax.Array) -> jax.Array:
-  """[L]; any where a lane has no slot."""
-  return slots.length.at[lanes].get(mode="clip")
+def _some(spec: Spec, slots: Slots, lanes: jax.Array) -> Slots:
+  """Those of the lanes; a lane that has none is not active."""
+  some = jax.tree.map(lambda x: x.at[lanes].get(mode="clip"), slots)
+  return some._replace(active=some.active & (lanes < spec.num_slots))
 
 
-def _take(spec: Spec, room, cache, slots: Slots, lanes, ids, table):
-  """The pages `ids` of the pool in a row; of a state, each lane's.
+def _put_back(slots: Slots, some: Slots, lanes: jax.Array) -> Slots:
+  return jax.tree.map(
+    lambda old, new: old.at[lanes].set(new, mode="drop"), slots, some
+  )
+
+
+def _take(spec: Spec, room, state: DecodeState, lanes, ids, table):
+  """A state of some slots alone: the pages `ids` of the pool in a row, of a
+  recurrent state each lane's, and the slots.
 
   Args:
     spec: of the engine.
-    room: what was taken last, of the same sizes, or None; donated. The pages
-      are copied to where it lies: fresh memory costs the system more than the
-      copy does.
-    cache: the pool.
-    slots: as they are before the run.
+    room: the cache of what was taken last, of the same sizes, or None; donated.
+      The pages are copied to where it lies: fresh memory costs the system more
+      than the copy does.
+    state: of the engine.
     lanes: [L] slots, or num_slots.
     ids: [W] pages.
     table: [L, M] the lanes' pages, as places in `ids`.
   """
   del room
-  last = ids[_last_page(spec, table, _lengths(slots, lanes))]
-  return _map_cache(
-    spec, lambda leaf: leaf[ids], lambda leaf: leaf[last], cache
+  slots = _some(spec, state.slots, lanes)
+  last = ids[_last_page(spec, table, slots.length)]
+  cache = _map_cache(
+    spec, lambda leaf: leaf[ids], lambda leaf: leaf[last], state.cache
   )
+  return DecodeState(cache, slots)
 
 
-def _give(spec: Spec, cache, taken, slots: Slots, lanes, valid, ids, table):
-  """Back to the pool (donated) goes what a run may have written.
+def _give(spec: Spec, state: DecodeState, taken, valid, lanes, ids, table):
+  """Back to the engine's state (donated) goes what a run may have written.
 
   Args:
     spec: of the engine.
-    cache: the pool.
+    state: of the engine.
     taken: as `_take` returned it, and the run changed it.
-    slots: as they are behind the run.
-    lanes: [L] slots, or num_slots.
     valid: [n, L] of the run.
+    lanes: [L] slots, or num_slots.
     ids: [W] pages.
     table: [L, M] the lanes' pages, as places in `ids`.
   """
-  size, length = spec.page_size, _lengths(slots, lanes)
+  size, length = spec.page_size, taken.slots.length
   most = (spec.steps_per_call + size - 2) // size + 1
   block = (length - jnp.sum(valid, axis=0))[:, None] // size + jnp.arange(most)
   place = jnp.take_along_axis(
@@ -440,9 +449,14 @@ def _give(spec: Spec, cache, taken, slots: Slots, lanes, valid, ids, table):
 
     return jax.lax.fori_loop(0, jnp.sum(place > 0), body, pool)
 
-  return _map_cache(
-    spec, put, lambda pool, new: pool.at[last].set(new), cache, taken
+  cache = _map_cache(
+    spec,
+    put,
+    lambda pool, new: pool.at[last].set(new),
+    state.cache,
+    taken.cache,
   )
+  return DecodeState(cache, _put_back(state.slots, taken.slots, lanes))
 
 
 def _step(spec: Spec, params, cache, slots: Slots, pages: paged.Pages):
@@ -515,33 +529,26 @@ def _noted(out: Generated, drawn: sampling.Sample, valid, active) -> Generated:
 
 
 def _generate(
-  spec: Spec, params, cache, all_slots, pages, lanes, num_steps, leave_when_free
+  spec: Spec, params, state: DecodeState, pages, num_steps, leave_when_free
 ):
-  """Up to num_steps steps of some slots in one program.
+  """Up to num_steps steps of all slots of a state, in one program.
 
   Args:
     spec: of the engine.
     params: rollout weights.
-    cache: the pool, or what was taken of it; donated.
-    all_slots: donated.
-    pages: of the lanes, in `cache`.
-    lanes: [L] slots, or num_slots for none.
+    state: as `_take` makes it; donated.
+    pages: of its slots, in its cache.
     num_steps: at most spec.steps_per_call.
-    leave_when_free: return as soon as an eighth of the lanes has ended (there
+    leave_when_free: return as soon as an eighth of the slots has ended (there
       is work for them): each call has its price.
   """
-  pool = cache
-  slots = jax.tree.map(lambda x: x.at[lanes].get(mode="clip"), all_slots)
-  slots = slots._replace(active=slots.active & (lanes < spec.num_slots))
-  if spec.fused:  # otherwise a state was taken with the pages
-    last = _last_page(spec, pages.table, slots.length)
-    cache = _map_cache(spec, lambda x: x, lambda x: x[last], cache)
-  started = jnp.sum(slots.active)
+  num = len(state.slots.active)
+  started = jnp.sum(state.slots.active)
 
   def go_on(carry):
     _, slots, out = carry
     running = jnp.sum(slots.active)
-    free = leave_when_free & (started - running >= -(-len(lanes) // 8))
+    free = leave_when_free & (started - running >= -(-num // 8))
     return (out.num_steps < num_steps) & (running > 0) & ~free
 
   def body(carry):
@@ -549,17 +556,31 @@ def _generate(
     cache, slots, drawn, valid = _step(spec, params, cache, slots, pages)
     return cache, slots, _noted(out, drawn, valid, slots.active)
 
-  start = cache, slots, _no_steps(spec, slots.active)
-  cache, slots, out = jax.lax.while_loop(go_on, body, start)
-  if spec.fused:
-    last = _last_page(spec, pages.table, slots.length)
-    cache = _map_cache(
-      spec, lambda _, x: x, lambda old, x: old.at[last].set(x), pool, cache
-    )
-  all_slots = jax.tree.map(
-    lambda old, new: old.at[lanes].set(new, mode="drop"), all_slots, slots
+  start = *state, _no_steps(spec, state.slots.active)
+  *state, out = jax.lax.while_loop(go_on, body, start)
+  return DecodeState(*state), out
+
+
+def _generate_on_pool(
+  spec: Spec, params, state, pages, lanes, num_steps, leave_when_free
+):
+  """The same of some slots of an engine's state, where a kernel reads the pool
+  as it lies; `lanes` [L] as `_take` has them."""
+  slots = _some(spec, state.slots, lanes)
+  last = _last_page(spec, pages.table, slots.length)
+  cache = _map_cache(spec, lambda x: x, lambda x: x[last], state.cache)
+  new, out = _generate(
+    spec, params, DecodeState(cache, slots), pages, num_steps, leave_when_free
   )
-  return cache, all_slots, out
+  last = _last_page(spec, pages.table, new.slots.length)
+  cache = _map_cache(
+    spec,
+    lambda _, x: x,
+    lambda old, x: old.at[last].set(x),
+    state.cache,
+    new.cache,
+  )
+  return DecodeState(cache, _put_back(state.slots, new.slots, lanes)), out
 
 
 def _read(spec: Spec, state: DecodeState, slot, ids):
@@ -671,9 +692,10 @@ def programs(spec: Spec) -> Programs:
     grow=jit(_grow, cache, static=(1,)),
     prefill=jit(_prefill, (cache, whole), donate=(2,)),
     insert=jit(_insert, state, donate=(1,)),
-    take=jit(_take, cache, donate=(1,)),
-    generate=jit(_generate, (cache, slots, whole), donate=(2, 3)),
-    give=jit(_give, cache, donate=(1,)),
+    generate_on_pool=jit(_generate_on_pool, (state, whole), donate=(2,)),
+    take=jit(_take, state, donate=(1,)),
+    generate=jit(_generate, (state, whole), donate=(2,)),
+    give=jit(_give, state, donate=(1,)),
     read=jit(_read, whole),
     write=jit(_write, state, donate=(1,)),
   )

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from drmas_jax import config as config_lib
-from drmas_jax import decoding, jetstream_compat, sharding
+from drmas_jax import decoding, dispatch, jetstream_compat, sharding
 from drmas_jax.models import paged
 
 _SMALL_POOL = 64 << 20  # bytes
@@ -44,14 +44,16 @@ class PolicyEngine(jetstream_compat.Engine):
     self.params: Any = None
     self.state: decoding.DecodeState | None = None
     self.version = -1
-    self._taken: Any = None  # what a run worked on, as room for the next one's
-    self._taken_pages = 0
+    # By part of a run: its programs, and the copy of pages that it worked on,
+    # with their number, as room for the next one's.
+    self._parts: list[decoding.Programs] = []
+    self._rooms: dict[int, tuple[int, Any]] = {}
     self.num_pages = _first_pages(spec)
     # Programs that were run, by name and sizes: what had to be compiled.
     self.shapes: set[tuple[str, str]] = set()
     self.default_sampling = config_lib.Sampling()  # of JetStream's requests
     self._tokenizer = tokenizer
-    self._programs = decoding.programs(spec)
+    self._programs = self._of_part(0)
 
   # -- what training uses ------------------------------------------------------
 
@@ -74,7 +76,8 @@ class PolicyEngine(jetstream_compat.Engine):
 
   def release(self) -> None:
     """Drops the rollout weights and the cache."""
-    self.params = self.state = self._taken = None
+    self.params = self.state = None
+    self._rooms.clear()
 
   def grow(self, num_pages: int) -> None:
     """A pool of `num_pages`; what is in it stays.
@@ -196,42 +199,45 @@ class PolicyEngine(jetstream_compat.Engine):
     )
     return parts
 
+  def _of_part(self, part: int) -> decoding.Programs:
+    while part >= len(self._parts):
+      programs = decoding.programs(self.spec)
+      self._parts.append(dispatch.apart(programs, self.spec.mesh))
+    return self._parts[part]
+
   def _run(self, params, state, tables, running, num_steps, leave):
-    """Part by part."""
-    num, parts = self.spec.lanes or self.spec.num_slots, []
+    """Part by part; those that work on copies of pages may do so side by side,
+    and give them back when all have begun."""
+    num, parts, aside = self.spec.lanes or self.spec.num_slots, [], []
     for first in range(0, len(running), num):
       some = running[first : first + num]
       lanes = np.full([num], self.spec.num_slots, np.int32)
       lanes[: len(some)] = some
       own = [tables[slot] for slot in some] + [()] * (num - len(some))
-      state, out = self._run_part(params, state, own, lanes, num_steps, leave)
+      if self.spec.fused:
+        self.shapes.add(("generate", f"{num} slots on the pool"))
+        pages = paged.Pages(_rectangle(own, self.spec.pages_per_row))
+        state, out = self._programs.generate_on_pool(
+          params, state, pages, lanes, num_steps, leave
+        )
+      else:
+        ids, pages = self._in_a_row(own)
+        self.shapes.add(("generate", f"{num} slots on {len(ids)} pages"))
+        programs = self._of_part(len(aside))
+        where = lanes, ids, pages.table
+        taken = programs.take(self._room(len(aside), ids), state, *where)
+        taken, out = programs.generate(params, taken, pages, num_steps, leave)
+        aside.append((taken, out.valid, *where))
       parts.append(decoding.Part(some, out))
+    for i, (taken, valid, lanes, ids, table) in enumerate(aside):
+      state = self._programs.give(state, taken, valid, lanes, ids, table)
+      self._rooms[i] = len(ids), taken.cache
     return state, parts
 
-  def _run_part(self, params, state, tables, lanes, num_steps, leave):
-    if self.spec.fused:
-      self.shapes.add(("generate", f"{len(lanes)} slots on the pool"))
-      pages = paged.Pages(_rectangle(tables, self.spec.pages_per_row))
-      cache, slots, out = self._programs.generate(
-        params, *state, pages, lanes, num_steps, leave
-      )
-      return decoding.DecodeState(cache, slots), out
-    ids, pages = self._in_a_row(tables)
-    self.shapes.add(("generate", f"{len(lanes)} slots on {len(ids)} pages"))
-    room, self._taken = self._taken, None
-    if self._taken_pages != len(ids):
-      room, self._taken_pages = None, len(ids)
-    taken = self._programs.take(
-      room, state.cache, state.slots, lanes, ids, pages.table
-    )
-    taken, slots, out = self._programs.generate(
-      params, taken, state.slots, pages, lanes, num_steps, leave
-    )
-    cache = self._programs.give(
-      state.cache, taken, slots, lanes, out.valid, ids, pages.table
-    )
-    self._taken = taken
-    return decoding.DecodeState(cache, slots), out
+  def _room(self, part: int, ids: np.ndarray) -> Any:
+    """Of the last run's copy, if it was as large; it is used up."""
+    num_pages, cache = self._rooms.pop(part, (0, None))
+    return cache if num_pages == len(ids) else None
 
   def _in_a_row(
     self, tables: Sequence[Sequence[int]]

@@ -422,10 +422,9 @@ def _engine_bytes(
   )
   _, page_size = pool(sizes)
   cache = cache_bytes(policy, model, mesh)
-  together = lanes(sizes)
   if not transformer.fused(model, page_size, None):
     # A copy for every slot of a run, also of a page that many share.
-    most = dataclasses.replace(sizes, num_slots=together, cache_tokens=0)
+    most = dataclasses.replace(sizes, cache_tokens=0)
     alone = dataclasses.replace(policy, engine=most)
     cache += cache_bytes(alone, model, mesh)
   longest = (sizes.prefill_buckets or (sizes.max_length,))[-1]
@@ -433,7 +432,7 @@ def _engine_bytes(
   prefill = activation_bytes(
     *(model, rows, longest, mesh.shape, dtype), page=page_size
   )
-  sampling = _SAMPLING * together * model.vocab_size * 4
+  sampling = _SAMPLING * sizes.num_slots * model.vocab_size * 4
   return weights + cache + max(prefill, sampling)
 
 

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from drmas_jax import config as config_lib
-from drmas_jax import prompts, remote, scheduler, usercode
+from drmas_jax import dispatch, prompts, remote, scheduler, usercode
 from drmas_jax.agents import agent as agent_lib
 from drmas_jax.outside import Io, Question
 from drmas_jax.plays import (
@@ -245,9 +245,9 @@ class Episodes:
     self.samplers = rollout.samplers
     # Several policies may be on the same engines.
     self.engines = {id(s.engine): s for s in self.samplers.values()}
-    self.turns = scheduler.Turns(
-      [s.engine.devices for s in self.engines.values()]
-    )
+    devices = [s.engine.devices for s in self.engines.values()]
+    at_once = dispatch.at_once(frozenset().union(*devices))
+    self.turns = scheduler.Turns(devices, at_once)
     self.finished = finished
     self.scored = scored
     self.outside: dict[int, _Outside] = {}  # by their numbers

@@ -153,7 +153,8 @@ class Queue:
 
 
 class Turns:
-  """Which engines run next: no two on one device, the fullest first.
+  """Which engines run next: on a device no more than it takes, the fullest
+  first.
 
   A run of steps takes a device about as long with one slot taken as with all.
   So an engine that has little to do waits until it has more, or the others have
@@ -161,9 +162,15 @@ class Turns:
   row.
   """
 
-  def __init__(self, devices: Sequence[Collection[Any]], patience: int = 16):
-    """`devices` are those of each engine."""
+  def __init__(
+    self,
+    devices: Sequence[Collection[Any]],
+    at_once: int = 1,
+    patience: int = 16,
+  ):
+    """`devices` are those of each engine; each takes `at_once` engines."""
     self._devices = [frozenset(d) for d in devices]
+    self._at_once = at_once
     self._patience = patience
     self._passed = [0] * len(devices)
 
@@ -185,11 +192,11 @@ class Turns:
         -self._passed[i],
       )
     )
-    chosen, taken = [], set()
+    chosen, taken = [], collections.Counter()
     for i in waiting:
-      if taken.isdisjoint(self._devices[i]):
+      if all(taken[d] < self._at_once for d in self._devices[i]):
         chosen.append(i)
-        taken |= self._devices[i]
+        taken.update(self._devices[i])
         self._passed[i] = 0
       else:
         self._passed[i] += 1

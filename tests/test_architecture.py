@@ -30,6 +30,7 @@ FLOORS = (
     "learner",
     "scores",
     "decoding",
+    "dispatch",
     "engine",
     "jetstream_compat",
   ),

@@ -225,6 +225,26 @@ def test_of_engines_on_one_device_the_fullest_runs(devices, loads, chosen):
   assert Turns(devices).next(loads) == chosen
 
 
+@pytest.mark.parametrize(
+  "at_once, loads, chosen",
+  [
+    (2, [0.4, 0.6, 0.5], [1, 2]),
+    (2, [0.0, 0.6, 0.0], [1]),
+    (3, [0.4, 0.6, 0.5], [0, 1, 2]),
+  ],
+)
+def test_a_device_runs_as_many_engines_at_once_as_it_takes(
+  at_once, loads, chosen
+):
+  assert Turns([{0}] * 3, at_once).next(loads) == chosen
+
+
+def test_nobody_is_passed_over_for_ever_where_two_run_at_once():
+  turns = Turns([{0}] * 3, at_once=2, patience=4)
+  ran = [turns.next([1.0, 0.9, 0.01]) for _ in range(10)]
+  assert ran == ([[0, 1]] * 4 + [[0, 2]]) * 2
+
+
 def test_engines_that_are_all_full_take_turns():
   turns = Turns([{0}, {0}, {0}])
   # A queue behind full slots makes none of them fuller.

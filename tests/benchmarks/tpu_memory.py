@@ -103,11 +103,10 @@ def generate(spec: decoding.Spec) -> dict:
   )
   owner = None if spec.fused else ints([spec.max_pages])
   return _compile(
-    decoding.programs(spec).generate,
+    decoding.programs(spec).generate_on_pool,
     spec.max_pages,
     params,
-    state.cache,
-    state.slots,
+    state,
     paged.Pages(ints([spec.num_slots, spec.pages_per_row]), None, owner, owner),
     ints([spec.num_slots]),
     spec.steps_per_call,
