@@ -9,12 +9,12 @@ devices take programs one by one whoever sends them.)
 import os
 from collections.abc import Callable, Collection
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import jax
-from jax.sharding import Mesh
 
-Programs = TypeVar("Programs", bound=tuple)
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 
 def at_once(devices: Collection[jax.Device]) -> int:
@@ -28,20 +28,29 @@ def at_once(devices: Collection[jax.Device]) -> int:
   return 1
 
 
-def apart(programs: Programs, mesh: Mesh) -> Programs:
-  """The same functions, dispatched from a thread of their own, in order, where
-  that lets them run beside others. The caller waits for the call as it would
-  without, not for the results.
+class Strands:
+  """Calls functions in threads by number, 0 being the caller's, where what they
+  dispatch may so run side by side, and elsewhere all in the caller's.
 
-  Args:
-    programs: a NamedTuple of functions that dispatch.
-    mesh: where they run.
+  It waits for the call as without a thread, not for the results. (A thread that
+  does not have a core at once takes a while: the first is called without.)
   """
-  if at_once(mesh.devices.flat) == 1:
-    return programs
-  thread = futures.ThreadPoolExecutor(1, thread_name_prefix="dispatch")
 
-  def called(program: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: thread.submit(program, *args).result()
+  def __init__(self, devices: Collection[jax.Device]):
+    """`devices` are where the programs run."""
+    self._apart = at_once(devices) > 1
+    self._threads: list[futures.Executor] = []
 
-  return programs._make(map(called, programs))
+  def __call__(
+    self,
+    number: int,
+    function: Callable[Args, Result],
+    *args: Args.args,
+    **kwargs: Args.kwargs,
+  ) -> Result:
+    if not (number and self._apart):
+      return function(*args, **kwargs)
+    while number > len(self._threads):
+      self._threads.append(futures.ThreadPoolExecutor(1, "dispatch"))
+    thread = self._threads[number - 1]
+    return thread.submit(function, *args, **kwargs).result()

@@ -44,16 +44,16 @@ class PolicyEngine(jetstream_compat.Engine):
     self.params: Any = None
     self.state: decoding.DecodeState | None = None
     self.version = -1
-    # By part of a run: its programs, and the copy of pages that it worked on,
-    # with their number, as room for the next one's.
-    self._parts: list[decoding.Programs] = []
+    # Of the parts of a run: where they are dispatched from, and the copy of
+    # pages that each last worked on, with their number, as room for the next.
+    self._strands = dispatch.Strands(self.devices)
     self._rooms: dict[int, tuple[int, Any]] = {}
     self.num_pages = _first_pages(spec)
     # Programs that were run, by name and sizes: what had to be compiled.
     self.shapes: set[tuple[str, str]] = set()
     self.default_sampling = config_lib.Sampling()  # of JetStream's requests
     self._tokenizer = tokenizer
-    self._programs = self._of_part(0)
+    self._programs = decoding.programs(spec)
 
   # -- what training uses ------------------------------------------------------
 
@@ -199,12 +199,6 @@ class PolicyEngine(jetstream_compat.Engine):
     )
     return parts
 
-  def _of_part(self, part: int) -> decoding.Programs:
-    while part >= len(self._parts):
-      programs = decoding.programs(self.spec)
-      self._parts.append(dispatch.apart(programs, self.spec.mesh))
-    return self._parts[part]
-
   def _run(self, params, state, tables, running, num_steps, leave):
     """Part by part; those that work on copies of pages may do so side by side,
     and give them back when all have begun."""
@@ -223,16 +217,22 @@ class PolicyEngine(jetstream_compat.Engine):
       else:
         ids, pages = self._in_a_row(own)
         self.shapes.add(("generate", f"{num} slots on {len(ids)} pages"))
-        programs = self._of_part(len(aside))
         where = lanes, ids, pages.table
-        taken = programs.take(self._room(len(aside), ids), state, *where)
-        taken, out = programs.generate(params, taken, pages, num_steps, leave)
+        taken, out = self._strands(
+          *(len(aside), self._begin),
+          *(params, state, self._room(len(aside), ids), where),
+          *(pages, num_steps, leave),
+        )
         aside.append((taken, out.valid, *where))
       parts.append(decoding.Part(some, out))
     for i, (taken, valid, lanes, ids, table) in enumerate(aside):
       state = self._programs.give(state, taken, valid, lanes, ids, table)
       self._rooms[i] = len(ids), taken.cache
     return state, parts
+
+  def _begin(self, params, state, room, where, pages, num_steps, leave):
+    taken = self._programs.take(room, state, *where)
+    return self._programs.generate(params, taken, pages, num_steps, leave)
 
   def _room(self, part: int, ids: np.ndarray) -> Any:
     """Of the last run's copy, if it was as large; it is used up."""

@@ -246,8 +246,9 @@ class Episodes:
     # Several policies may be on the same engines.
     self.engines = {id(s.engine): s for s in self.samplers.values()}
     devices = [s.engine.devices for s in self.engines.values()]
-    at_once = dispatch.at_once(frozenset().union(*devices))
-    self.turns = scheduler.Turns(devices, at_once)
+    together = frozenset().union(*devices)
+    self.turns = scheduler.Turns(devices, dispatch.at_once(together))
+    self.strands = dispatch.Strands(together)
     self.finished = finished
     self.scored = scored
     self.outside: dict[int, _Outside] = {}  # by their numbers
@@ -380,11 +381,11 @@ class Episodes:
       s.num_requests / s.engine.max_concurrent_decodes
       for s in self.engines.values()
     ]
-    engines = list(self.engines)
-    now = {engines[i] for i in self.turns.next(loads)}
+    numbers = {engine: i for i, engine in enumerate(self.engines)}
+    now = self.turns.next(loads)
     for sampler in self.samplers.values():
-      if id(sampler.engine) in now:
-        sampler.dispatch()
+      if (number := numbers[id(sampler.engine)]) in now:
+        self.strands(number, sampler.dispatch)
 
   def heard(self, wait_s: float) -> Iterator[tuple[int, Callable[[], None]]]:
     """What the I/O thread finished: (position of the task, what to call).

@@ -1,27 +1,12 @@
 """Programs of one CPU device, side by side."""
 
 import threading
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from drmas_jax import dispatch
-
-
-class Two(NamedTuple):
-  first: Any
-  second: Any
-
-
-def _mesh(num: int) -> jax.sharding.Mesh:
-  return jax.sharding.Mesh(np.array(jax.devices()[:num]), ("data",))
-
-
-def _here() -> tuple:
-  return threading.get_ident(), threading.current_thread().name
 
 
 @pytest.fixture(autouse=True)
@@ -29,20 +14,24 @@ def _cores(monkeypatch):
   monkeypatch.setattr("os.cpu_count", lambda: 2)
 
 
-def test_all_of_one_are_called_in_one_thread_of_their_own():
-  first, second = (dispatch.apart(Two(_here, _here), _mesh(1)) for _ in "ab")
-  assert first.first() == first.second() != second.first()
-  assert threading.get_ident() not in (first.first()[0], second.first()[0])
+def _called(strands: dispatch.Strands, number: int) -> int:
+  return strands(number, threading.get_ident)
 
 
-def test_what_a_program_raises_reaches_its_caller():
-  def fails():
-    raise ValueError("no room")
+def test_each_number_has_a_thread_and_the_first_is_the_callers():
+  strands = dispatch.Strands(jax.devices()[:1])
+  called = [_called(strands, number) for number in (0, 1, 2)]
+  assert called[0] == threading.get_ident() and len(set(called)) == 3
+  assert called == [_called(strands, number) for number in (0, 1, 2)]
 
-  programs = dispatch.apart(Two(fails, _here), _mesh(1))
-  with pytest.raises(ValueError, match="no room"):
-    programs.first()
-  assert programs.second()  # and the next one runs
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_call_is_the_functions(number):
+  strands = dispatch.Strands(jax.devices()[:1])
+  assert strands(number, int, "12", base=3) == 5
+  with pytest.raises(ValueError, match="literal"):
+    strands(number, int, "no number")
+  assert strands(number, int, "12") == 12  # and the next one runs
 
 
 def test_two_run_side_by_side():
@@ -52,19 +41,20 @@ def test_two_run_side_by_side():
     x = jnp.ones([4096])
     return jax.lax.fori_loop(0, num_steps, lambda _, x: x * jnp.sin(x) + 1, x)
 
-  long, short = (dispatch.apart(Two(program, _here), _mesh(1)) for _ in "ab")
-  short.first(1).block_until_ready()  # compiled
-  slow, quick = long.first(30_000), short.first(1)
+  strands = dispatch.Strands(jax.devices()[:1])
+  program(1).block_until_ready()  # compiled
+  slow, quick = strands(0, program, 30_000), strands(1, program, 1)
   quick.block_until_ready()
   assert not slow.is_ready()
   slow.block_until_ready()
 
 
-def test_elsewhere_they_are_called_as_they_are(monkeypatch):
-  programs = Two(_here, _here)
+def test_elsewhere_all_are_called_by_the_caller(monkeypatch):
+  here = threading.get_ident()
   if len(jax.devices()) > 1:
-    assert dispatch.apart(programs, _mesh(2)) is programs
+    assert _called(dispatch.Strands(jax.devices()[:2]), 1) == here
     assert dispatch.at_once(jax.devices()[:2]) == 1
+  assert dispatch.at_once([]) == 1
   assert dispatch.at_once(jax.devices()[:1]) == 2
   monkeypatch.setattr("os.cpu_count", lambda: 1)
-  assert dispatch.apart(programs, _mesh(1)) is programs
+  assert _called(dispatch.Strands(jax.devices()[:1]), 1) == here

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from drmas_jax import dispatch
 from drmas_jax.config import Sampling
 from drmas_jax.rollout import Episodes, Rollout
 from drmas_jax.sampler import Completion, Request, Sampler
@@ -136,6 +137,8 @@ class Loop:
     limit: int,
   ):
     self._samplers = dict(samplers)
+    devices = [s.engine.devices for s in self._samplers.values()]
+    self._strands = dispatch.Strands(frozenset().union(*devices))
     self._episodes = rollout and Episodes(
       rollout, finished=self._played, scored=False
     )
@@ -222,8 +225,8 @@ class Loop:
         wait = False
 
   def _round(self) -> None:
-    for sampler in self._samplers.values():
-      sampler.dispatch()
+    for number, sampler in enumerate(self._samplers.values()):
+      self._strands(number, sampler.dispatch)
     for name, sampler in self._samplers.items():
       for completion in sorted(sampler.harvest(), key=lambda c: c.request.id):
         self._route(name, completion)
