@@ -3,10 +3,12 @@
 import asyncio
 import dataclasses
 import itertools
+import threading
 import types as pytypes
 import zlib
 
 import families
+import jax
 import numpy as np
 import pytest
 
@@ -45,12 +47,21 @@ class Words:
 class Scripted:
   """A sampler that answers from a function, at most `width` at a time."""
 
-  def __init__(self, answer, width=3, order=1, tokenizer=None, num_slots=32):
+  def __init__(
+    self,
+    answer,
+    width=3,
+    order=1,
+    tokenizer=None,
+    num_slots=32,
+    devices=frozenset(),
+  ):
     self.answer, self.width, self.order = answer, width, order
     self.queue, self.running, self.asked = [], [], []
     self.faults, self.forgotten = {}, []
+    self.rounds = [set()]  # of each, the threads that started a run
     self.engine = pytypes.SimpleNamespace(
-      key=None, max_concurrent_decodes=num_slots, devices=frozenset()
+      key=None, max_concurrent_decodes=num_slots, devices=devices
     )
     self.tokenizer = tokenizer or Words()
 
@@ -79,8 +90,11 @@ class Scripted:
   def dispatch(self):
     self.running += self.queue[: self.width]
     del self.queue[: self.width]
+    if self.running:
+      self.rounds[-1].add(threading.get_ident())
 
   def harvest(self):
+    self.rounds.append(set())
     done = [self.complete(r) for r in self.running[:: self.order]]
     self.running = []
     return done
@@ -187,6 +201,22 @@ def test_every_episode_is_played_in_order_with_its_turns():
     assert shared == {3}, "the first turn of a group shares its prefill"
     assert {r.shared_by for r in samplers["q"].asked} == {1}
     assert samplers["p"].engine.key == "root"
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_engines_of_one_cpu_run_together_if_it_has_the_cores(
+  cores, monkeypatch
+):
+  monkeypatch.setattr("os.cpu_count", lambda: cores)
+  devices = frozenset(jax.devices()[:1])
+  groups, samplers = play(two_turns, won, width=1, devices=devices)
+  assert all(e.status == "ok" for g in groups for e in g.episodes)
+  rounds = [samplers[name].rounds for name in ("p", "q")]
+  together = [p and q for p, q in zip(*rounds, strict=True)]
+  assert any(together) == (cores == 2)
+  first, second = (set().union(*threads) for threads in rounds)
+  assert first == {threading.get_ident()}
+  assert (second == first) == (cores == 1)
 
 
 def test_gather_orders_and_seeds_turns_whichever_ends_first(tmp_path):

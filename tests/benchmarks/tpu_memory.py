@@ -101,17 +101,15 @@ def generate(spec: decoding.Spec) -> dict:
     dtype=jnp.int32,
     sharding=sharding.replicated(spec.mesh),
   )
-  owner = None if spec.fused else ints([spec.max_pages])
-  return _compile(
-    decoding.programs(spec).generate_on_pool,
-    spec.max_pages,
-    params,
-    state,
-    paged.Pages(ints([spec.num_slots, spec.pages_per_row]), None, owner, owner),
-    ints([spec.num_slots]),
-    spec.steps_per_call,
-    True,
-  )
+  programs, tail = decoding.programs(spec), (spec.steps_per_call, True)
+  table = ints([spec.num_slots, spec.pages_per_row])
+  if spec.fused:
+    program, tail = programs.generate_on_pool, (ints([spec.num_slots]), *tail)
+    pages = paged.Pages(table)
+  else:  # as if the pool were what was taken of one
+    program, owner = programs.generate, ints([spec.max_pages])
+    pages = paged.Pages(table, None, owner, owner)
+  return _compile(program, spec.max_pages, params, state, pages, *tail)
 
 
 def prefill(spec: decoding.Spec) -> dict:
