@@ -21,7 +21,8 @@ tokens generated: it depends on the request alone, not on slot or time.
                 it out for many steps, `give` copies back what was written
 
 A program runs `lanes` of the slots, those that have a sequence; with more of
-these it runs again. So a step costs what few cost where few are left of many.
+these it runs once more, beside itself where `dispatch` lets it. So a step costs
+what few cost where few are left of many.
 
 The programs are built once per `Spec` by `programs`, so that engines of equal
 shape share them; see `engine.PolicyEngine` for who calls them.

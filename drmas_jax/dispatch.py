@@ -7,13 +7,13 @@ devices take programs one by one whoever sends them.)
 """
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from concurrent import futures
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import jax
 
-Args = ParamSpec("Args")
+Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
 
 
@@ -29,28 +29,29 @@ def at_once(devices: Collection[jax.Device]) -> int:
 
 
 class Strands:
-  """Calls functions in threads by number, 0 being the caller's, where what they
-  dispatch may so run side by side, and elsewhere all in the caller's.
+  """Calls functions in threads, one for each name, where what they dispatch may
+  so run side by side, and elsewhere all in the caller's.
 
-  It waits for the call as without a thread, not for the results. (A thread that
-  does not have a core at once takes a while: the first is called without.)
+  The first name's thread is the caller's: one that has to wait for a core would
+  cost what runs alone. The call is waited for, its results are not.
   """
 
   def __init__(self, devices: Collection[jax.Device]):
     """`devices` are where the programs run."""
     self._apart = at_once(devices) > 1
-    self._threads: list[futures.Executor] = []
+    self._threads: dict[Hashable, futures.Executor | None] = {}
 
   def __call__(
     self,
-    number: int,
-    function: Callable[Args, Result],
-    *args: Args.args,
-    **kwargs: Args.kwargs,
+    name: Hashable,
+    function: Callable[[*Args], Result],
+    *args: *Args,
   ) -> Result:
-    if not (number and self._apart):
-      return function(*args, **kwargs)
-    while number > len(self._threads):
-      self._threads.append(futures.ThreadPoolExecutor(1, "dispatch"))
-    thread = self._threads[number - 1]
-    return thread.submit(function, *args, **kwargs).result()
+    if name not in self._threads:
+      beside = self._apart and bool(self._threads)
+      thread = futures.ThreadPoolExecutor(1, "dispatch") if beside else None
+      self._threads[name] = thread
+    thread = self._threads[name]
+    if thread is None:
+      return function(*args)
+    return thread.submit(function, *args).result()

@@ -218,11 +218,8 @@ class PolicyEngine(jetstream_compat.Engine):
         ids, pages = self._in_a_row(own)
         self.shapes.add(("generate", f"{num} slots on {len(ids)} pages"))
         where = lanes, ids, pages.table
-        taken, out = self._strands(
-          *(len(aside), self._begin),
-          *(params, state, self._room(len(aside), ids), where),
-          *(pages, num_steps, leave),
-        )
+        how = self._room(len(aside), ids), where, pages, num_steps, leave
+        taken, out = self._strands(len(aside), self._begin, params, state, *how)
         aside.append((taken, out.valid, *where))
       parts.append(decoding.Part(some, out))
     for i, (taken, valid, lanes, ids, table) in enumerate(aside):

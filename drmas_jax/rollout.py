@@ -381,11 +381,11 @@ class Episodes:
       s.num_requests / s.engine.max_concurrent_decodes
       for s in self.engines.values()
     ]
-    numbers = {engine: i for i, engine in enumerate(self.engines)}
-    now = self.turns.next(loads)
+    engines = list(self.engines)
+    now = {engines[i] for i in self.turns.next(loads)}
     for sampler in self.samplers.values():
-      if (number := numbers[id(sampler.engine)]) in now:
-        self.strands(number, sampler.dispatch)
+      if (engine := id(sampler.engine)) in now:
+        self.strands(engine, sampler.dispatch)
 
   def heard(self, wait_s: float) -> Iterator[tuple[int, Callable[[], None]]]:
     """What the I/O thread finished: (position of the task, what to call).

@@ -225,8 +225,8 @@ class Loop:
         wait = False
 
   def _round(self) -> None:
-    for number, sampler in enumerate(self._samplers.values()):
-      self._strands(number, sampler.dispatch)
+    for sampler in self._samplers.values():
+      self._strands(id(sampler.engine), sampler.dispatch)
     for name, sampler in self._samplers.items():
       for completion in sorted(sampler.harvest(), key=lambda c: c.request.id):
         self._route(name, completion)

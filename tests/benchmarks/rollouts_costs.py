@@ -2,7 +2,6 @@
 
 import contextlib
 import statistics
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -63,13 +62,8 @@ def _shares(sampler: Sampler) -> dict[str, float]:
 
 
 def _clocks() -> tuple[float, float, float]:
-  """Wall, CPU of the process, CPU of Python's threads: that of the sampler, and
-  those that its engine dispatches from."""
-  threads = (
-    time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-    for thread in threading.enumerate()
-  )
-  return time.perf_counter(), time.process_time(), sum(threads)
+  """Wall, CPU of the process, CPU of this thread."""
+  return time.perf_counter(), time.process_time(), time.thread_time()
 
 
 @contextlib.contextmanager

@@ -7,11 +7,13 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 import numpy as np
 import rollouts_lab as lab
 import rollouts_team
 
+from drmas_jax import dispatch
 from drmas_jax.sampler import Request, Sampler
 
 
@@ -69,7 +71,8 @@ def _faster(side: Callable[[int], Callable[[], lab.Cost]]):
 
 
 def team(args, peers: Sequence[lab.Peer]) -> dict:
-  """c. The math orchestra, 8 tasks x 8, against a barrier at each call.
+  """c. The math orchestra, 8 tasks x 8, against a barrier at each call; and two
+  engines on one CPU together, against one at a time.
 
   Every round draws other episodes: with 32 slots the longest of 64 decides as
   much as all others together, so one draw says little.
@@ -78,19 +81,25 @@ def team(args, peers: Sequence[lab.Peer]) -> dict:
   params = lab.random_params()
   found = {}
   for name, policy_of in rollouts_team.POLICIES.items():
+    kinds = {"Sampler": Sampler, "LockStep": rollouts_team.LockStep}
+    if len(set(policy_of.values())) > 1:
+      kinds[_IN_TURN] = Sampler
     sides = {
-      kind.__name__: rollouts_team.make(kind, policy_of, params)
-      for kind in (Sampler, rollouts_team.LockStep)
+      side: rollouts_team.make(kind, policy_of, params)
+      for side, kind in kinds.items()
     }
     tokens = {side: [] for side in sides}
     runs = {
       side: functools.partial(next, _draws(made, tokens[side]))
       for side, made in sides.items()
     }
+    if _IN_TURN in runs:
+      one_only = mock.patch.object(dispatch, "at_once", lambda devices: 1)
+      runs[_IN_TURN] = one_only(runs[_IN_TURN])
     costs = lab.in_turns(runs, args.rounds)
-    one, other = tokens.values()
-    if one != other:
-      raise RuntimeError(f"the two played different episodes: {tokens}")
+    one, *others = tokens.values()
+    if any(one != other for other in others):
+      raise RuntimeError(f"the sides played different episodes: {tokens}")
     found[name] = lab.compare(costs, "Sampler", statistics.mean(one))
     found[name]["steps"] = {
       side: sum(s.counts.steps for s in made.samplers.values())
@@ -98,9 +107,12 @@ def team(args, peers: Sequence[lab.Peer]) -> dict:
     }
     found[name]["wall_ratio of each draw"] = [
       round(other.wall / own.wall, 2)
-      for own, other in zip(*costs.values(), strict=True)
+      for own, other in zip(costs["Sampler"], costs["LockStep"], strict=True)
     ]
   return found
+
+
+_IN_TURN = "one engine at a time"
 
 
 def _draws(made, tokens: list[int]) -> Iterator[lab.Cost]:
