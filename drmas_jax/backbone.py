@@ -41,6 +41,9 @@ from drmas_jax.sampler import Sampler
 from drmas_jax.tokenizer import Tokenizer
 from drmas_jax.types import Batch, TrainState, Turn
 
+# Its logits cost less than one more shape of them to compile.
+_SMALL_VOCABULARY = 1024
+_TPU_PAGE = 128
 _TINY = pathlib.Path(__file__).parent / "models" / "tiny"
 
 
@@ -572,7 +575,14 @@ class Backbone:
     places = [int(owner[c[0]]) for c in kept]
     return Part(
       kept,
-      batching.size(turns, kept, self.row_buckets, owner),
+      batching.size(
+        turns,
+        kept,
+        self.row_buckets,
+        owner,
+        row_tokens=self.policy.micro_tokens // self._shards(None),
+        page=self._page,
+      ),
       [places.count(k) for k in range(self.num_policies)],
       denominators,
     )
@@ -621,8 +631,8 @@ class Backbone:
     """(data of `learner.train_step`, micro-batches with rows), on the train
     slice; None where no host has a row."""
     part = work.parts[number]
-    sizes = [batching.Size(*s["parts"][number]["size"]) for s in shares]
-    if not any(any(size.rows) for size in sizes):
+    sizes = [batching.Size.of(s["parts"][number]["size"]) for s in shares]
+    if not any(size.longest for size in sizes):
       return None
     shape = self.shape(sizes, reference)
     batch = batching.pack(
@@ -656,12 +666,23 @@ class Backbone:
     self, sizes: Sequence[batching.Size], reference: "Backbone | None" = None
   ) -> batching.Shape:
     """Of a batch that every host can fill with rows of these sizes."""
+    shards = self._shards(reference)
+    if shards != self._shards(None):  # rows are as wide as the own ones' share
+      sizes = [size._replace(shared=()) for size in sizes]
     return batching.shape(
       sizes,
       self.row_buckets,
       micro_tokens=self.policy.micro_tokens,
-      shards=self._shards(reference),
+      shards=shards,
+      only_sampled=self.learner.vocab_size > _SMALL_VOCABULARY,
+      page=self._page,
     )
+
+  @property
+  def _page(self) -> int:
+    """Tokens that chats share at a time."""
+    platform = self.slice.train_mesh.devices.flat[0].platform
+    return _TPU_PAGE if platform == "tpu" else 1
 
   def _shards(self, reference: "Backbone | None") -> int:
     """Devices, of all hosts, among which rows can be divided."""

@@ -1,6 +1,7 @@
 """Turns of one backbone -> rows of a Batch, in micro-batches (numpy).
 
     turns  --chats-->  chats  --fill-->  rows of T tokens  --pack-->  [M, b, T]
+                              --trie-->  fewer, of W tokens
 
 A chat is a turn, prompt then completion, or several of which each goes on where
 the one before ended. Chats are packed into rows: segments 1, 2, .. of a row,
@@ -8,21 +9,47 @@ each with positions of its own, that do not see each other. All chats of a row
 are of one policy, where several share a backbone. T is the bucket of the
 longest chat.
 
+Where chats begin alike (the prompt of a group, a template's head) and it saves
+enough, rows hold what they share once; see `trie`.
+
 Rows are padded at the end with segment 0, mask 0 and weight 0, and so are whole
 rows that fill the last micro-batch: padding never counts anywhere.
 """
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from drmas_jax import config as config_lib
-from drmas_jax.types import Batch, Turn
+from drmas_jax import trie
+from drmas_jax.types import Batch, Spread, Turn
 
 SMALLEST_BUCKET = 32
+# Rows of shared tokens are taken if they are so many times fewer: what is saved
+# has to be worth the copies for attention, and another program to compile.
+_WORTH = 1.2
+# Rows for attention, by those that would hold as many tokens.
+_VIEWS = (1, 1.5, 2, 3)
+MOST_VIEWS = _VIEWS[-1]
+
+
+class Fit(NamedTuple):
+  """Rows of one kind.
+
+  Attributes:
+    rows: how many this host's chats fill.
+    sampled: tokens that were sampled, of one row at most.
+    views: rows for attention, of one row at most; 0: it is one itself.
+  """
+
+  rows: int = 0
+  sampled: int = 0
+  views: int = 0
 
 
 class Size(NamedTuple):
@@ -30,11 +57,21 @@ class Size(NamedTuple):
 
   Attributes:
     longest: tokens of this host's longest chat; 0: it has none.
-    rows: that its chats fill, by bucket; 0 where one is shorter than `longest`.
+    whole: by bucket, rows of whole chats; none where it is shorter than
+      `longest`.
+    shared: by bucket, rows in which what chats share is there once; empty:
+      nobody asked.
   """
 
   longest: int
-  rows: tuple[int, ...]
+  whole: tuple[Fit, ...]
+  shared: tuple[Fit, ...] = ()
+
+  @classmethod
+  def of(cls, numbers: Sequence) -> "Size":
+    """Back from plain data."""
+    longest, *kinds = numbers
+    return cls(longest, *(tuple(Fit(*f) for f in fits) for fits in kinds))
 
 
 class Shape(NamedTuple):
@@ -45,12 +82,20 @@ class Shape(NamedTuple):
     micro_rows: b, rows of one on this host.
     length: T, tokens of a row.
     trips: micro-batches that are computed; the others are empty.
+    sampled: H, of a row, that log-probs are computed of; 0: of all.
+    views: A, rows for attention of a row of shared tokens; 0: it is whole.
+    view_length: tokens of one.
+    page: tokens that are copied there together.
   """
 
   num_micro: int
   micro_rows: int
   length: int
   trips: int
+  sampled: int = 0
+  views: int = 0
+  view_length: int = 0
+  page: int = 1
 
 
 def chats(
@@ -115,17 +160,42 @@ def size(
   chats: Sequence[Sequence[int]],
   buckets: Sequence[int],
   policy_index: Sequence[int] | None = None,
+  *,
+  row_tokens: int = 0,
+  page: int = 1,
 ) -> Size:
-  """Of the chats of this host; arguments as `pack` has them."""
-  lengths, owners = _measure(turns, chats, policy_index)
-  longest = max(lengths, default=0)
-  return Size(
-    longest,
-    tuple(
-      len(fill(lengths, owners, width)) if width >= longest else 0
-      for width in buckets
-    ),
-  )
+  """Of the chats of this host; the first arguments as `pack` has them.
+
+  Args:
+    turns: see there.
+    chats: see there.
+    buckets: rising lengths of a row.
+    policy_index: see there.
+    row_tokens: of a micro-batch on each device that holds rows of it; 0: chats
+      share nothing.
+    page: tokens that chats share at a time, if it divides their rows.
+  """
+  measured = _measure(turns, chats, policy_index)
+  longest = max((len(c.ids) for c in measured), default=0)
+  sampled = [sum(len(turns[i].completion_ids) for i in c) for c in chats]
+  in_order = trie.order(measured) if row_tokens else []
+
+  def fit(rows: Sequence[Sequence[int]], views: int = 0) -> Fit:
+    most = max((sum(sampled[k] for k in row) for row in rows), default=0)
+    return Fit(len(rows), most, views)
+
+  whole, shared = [], []
+  for length in buckets:
+    if length < longest:
+      whole.append(Fit())
+      shared.append(Fit())
+      continue
+    whole.append(fit(_fill(measured, length)))
+    if row_tokens:
+      rows = _share(measured, in_order, row_tokens, length, page)
+      views = max((p.row + 1 for row in rows for p in row), default=0)
+      shared.append(fit([[p.chat for p in row] for row in rows], views))
+  return Size(longest, tuple(whole), tuple(shared) if row_tokens else ())
 
 
 def shape(
@@ -134,6 +204,8 @@ def shape(
   *,
   micro_tokens: int,
   shards: int,
+  only_sampled: bool = False,
+  page: int = 1,
 ) -> Shape:
   """The smallest that holds what any host has.
 
@@ -142,15 +214,41 @@ def shape(
     buckets: rising lengths of a row.
     micro_tokens: of a micro-batch, over all hosts.
     shards: devices, of all hosts, among which rows are divided.
+    only_sampled: log-probs are computed of tokens that were sampled; otherwise
+      of all.
+    page: as `size` was given it.
 
   Raises:
     ValueError: a chat is longer than the last bucket.
   """
   length = bucket(max(s.longest for s in sizes), buckets)
-  num_rows = max(s.rows[buckets.index(length)] for s in sizes)
-  local = micro_rows(micro_tokens, length, shards) // len(sizes)
-  trips = max(1, -(-num_rows // local))
-  return Shape(num_micro(trips), local, length, trips)
+  at, num_hosts = buckets.index(length), len(sizes)
+
+  def shaped(fits: Sequence[Fit], rows: int, length: int) -> Shape:
+    trips = max(1, -(-max(f.rows for f in fits) // rows))
+    most = _eighths(max(f.sampled for f in fits), length)
+    return Shape(
+      num_micro(trips), rows, length, trips, most if only_sampled else 0
+    )
+
+  rows = micro_rows(micro_tokens, length, shards) // num_hosts
+  whole = shaped([s.whole[at] for s in sizes], rows, length)
+  if not all(s.shared for s in sizes):
+    return whole
+  fits, row_tokens = [s.shared[at] for s in sizes], micro_tokens // shards
+  shared = shaped(fits, shards // num_hosts, max(row_tokens, length))
+  if _WORTH * shared.trips > whole.trips:
+    return whole
+  views, num = max(f.views for f in fits), _whole_rows(row_tokens, length)
+  ladder = (math.ceil(num * step) for step in _VIEWS)
+  views = next(num for num in ladder if num >= views)
+  page = math.gcd(page, length, shared.length)
+  return shared._replace(views=views, view_length=length, page=page)
+
+
+def _eighths(num: int, length: int) -> int:
+  """At least `num` of `length`, one of eight values."""
+  return -(-length * max(1, -(-8 * num // length)) // 8)
 
 
 def micro_rows(micro_tokens: int, length: int, shards: int) -> int:
@@ -210,13 +308,53 @@ def _measure(
   turns: Sequence[Turn],
   chats: Sequence[Sequence[int]],
   policy_index: Sequence[int] | None,
-) -> tuple[list[int], list[int]]:
-  """(tokens, policy) of each chat."""
-  ends = [turns[c[-1]] for c in chats]
-  lengths = [len(t.prompt_ids) + len(t.completion_ids) for t in ends]
-  if policy_index is None:
-    return lengths, [0] * len(chats)
-  return lengths, [int(policy_index[c[0]]) for c in chats]
+) -> list[trie.Chat]:
+  found = []
+  for chat in chats:
+    first, last = turns[chat[0]], turns[chat[-1]]
+    ids = np.concatenate([last.prompt_ids, last.completion_ids])
+    owner = 0 if policy_index is None else int(policy_index[chat[0]])
+    found.append(trie.Chat(ids, len(first.prompt_ids), owner))
+  return found
+
+
+def _fill(measured: Sequence[trie.Chat], width: int) -> list[list[int]]:
+  return fill(
+    [len(c.ids) for c in measured], [c.owner for c in measured], width
+  )
+
+
+def _share(
+  measured: Sequence[trie.Chat],
+  in_order: Sequence[tuple[int, int]],
+  row_tokens: int,
+  length: int,
+  page: int,
+) -> list[trie.Row]:
+  width = max(row_tokens, length)
+  return trie.fill(
+    measured,
+    in_order,
+    width=width,
+    length=length,
+    most=_whole_rows(row_tokens, length) * MOST_VIEWS,
+    page=math.gcd(page, length, width),
+  )
+
+
+def _whole_rows(row_tokens: int, length: int) -> int:
+  """That take as many tokens; as `micro_rows` has them."""
+  return max(1, row_tokens // length)
+
+
+def _one_by_one(row: Sequence[int], measured: Sequence[trie.Chat]) -> trie.Row:
+  """Chats that are whole, each behind the one before."""
+  lengths = [len(measured[k].ids) for k in row]
+  starts = itertools.accumulate([0, *lengths])
+  return [
+    trie.Place(k, start, 0, 0, start)
+    for k, start in zip(row, starts, strict=False)
+  ]
 
 
 def pack(
@@ -245,36 +383,89 @@ def pack(
   """
   if chats is None:
     chats = [(i,) for i in range(len(turns))]
-  lengths, owners = _measure(turns, chats, policy_index)
-  batch = _empty(shape.num_micro * shape.micro_rows, shape.length)
-  for row, places in enumerate(fill(lengths, owners, shape.length)):
-    start = 0
-    for segment, k in enumerate(places, 1):
-      end = start + lengths[k]
-      batch.positions[row, start:end] = np.arange(lengths[k])
-      batch.segment_ids[row, start:end] = segment
-      batch.policy_index[row] = owners[k]
-      known = start
-      for i in chats[k]:
-        added, sampled = _lay(batch, row, start, known, turns[i])
+  measured = _measure(turns, chats, policy_index)
+  if shape.views:
+    in_order = trie.order(measured)
+    rows = _share(
+      measured, in_order, shape.length, shape.view_length, shape.page
+    )
+  else:
+    filled = _fill(measured, shape.length)
+    rows = [_one_by_one(row, measured) for row in filled]
+  batch = _empty(shape)
+  for row, places in enumerate(rows):
+    for segment, place in enumerate(places, 1):
+      chat, first = measured[place.chat], place.start - place.shared
+      end = first + len(chat.ids)
+      own = slice(place.start, end)
+      batch.positions[row, own] = np.arange(place.shared, len(chat.ids))
+      batch.segment_ids[row, own] = segment
+      batch.policy_index[row] = chat.owner
+      known = place.start
+      for i in chats[place.chat]:
+        added, sampled = _lay(batch, row, first, known, turns[i])
         batch.turn_index[row, added] = turn_index[i]
         batch.agent_index[row, added] = agent_index[i]
         batch.weights[row, sampled] = 1 if weights is None else weights[i]
         known = added.stop
-      start = end
+    if batch.spread is not None:
+      _spread(batch.spread, row, places, measured, shape.page)
+  if batch.sampled is not None:
+    _note_sampled(batch)
   lead = (shape.num_micro, shape.micro_rows)
-  return Batch(*(a.reshape(*lead, *a.shape[1:]) for a in batch))
+  return jax.tree.map(lambda a: a.reshape(*lead, *a.shape[1:]), batch)
 
 
-def _empty(num_rows: int, length: int) -> Batch:
+def _spread(
+  spread: Spread,
+  row: int,
+  places: trie.Row,
+  measured: Sequence[trie.Chat],
+  page: int,
+) -> None:
+  """Writes where the chats of a row are whole."""
+  before = np.zeros(0, np.int32)
+  for segment, place in enumerate(places, 1):
+    size, shared = len(measured[place.chat].ids), place.shared // page
+    here = slice(place.offset, place.offset + size)
+    spread.segment_ids[row, place.row, here] = segment
+    num, first = -(-size // page), place.offset // page
+    own = np.arange(num - shared, dtype=np.int32) + place.start // page
+    source = np.concatenate([before[:shared], own])
+    spread.source[row, place.row, first : first + num] = source
+    home = place.row * spread.source.shape[-1] + first + np.arange(num)
+    spread.home[row, own] = home[shared:]
+    before = source
+
+
+def _note_sampled(batch: Batch) -> None:
+  """The places of each row where the mask is 1."""
+  length, room = batch.mask.shape[1], batch.sampled.shape[1]
+  first = np.argsort(batch.mask == 0, axis=1, kind="stable")[:, :room]
+  there = np.take_along_axis(batch.mask, first, axis=1) > 0
+  batch.sampled[:] = np.where(there, first, length)
+
+
+def _empty(shape: Shape) -> Batch:
+  num, length = shape.num_micro * shape.micro_rows, shape.length
+
+  def integers(*dims: int) -> np.ndarray:
+    return np.zeros([num, *dims], np.int32)
+
   numbers = {"mask", "weights", "sampler_logprobs", "log_kept_mass"}
   arrays = {
-    name: np.zeros(
-      [num_rows] if name == "policy_index" else [num_rows, length],
-      np.float32 if name in numbers else np.int32,
-    )
+    name: np.zeros([num, length], np.float32 if name in numbers else np.int32)
     for name in Batch._fields
   }
+  arrays |= {"policy_index": integers(), "sampled": None, "spread": None}
+  if shape.sampled:
+    arrays["sampled"] = integers(shape.sampled)
+  if shape.views:
+    arrays["spread"] = Spread(
+      source=integers(shape.views, shape.view_length // shape.page),
+      segment_ids=integers(shape.views, shape.view_length),
+      home=integers(length // shape.page),
+    )
   return Batch(**arrays)
 
 

@@ -260,8 +260,8 @@ class Policy:
     adapter: trains low-rank adapters and not the weights; none: the weights.
     compute_dtype: of activations; parameters and optimizer are float32.
     rollout_dtype: of the engine's weights and activations.
-    remat: what of a layer the backward pass computes again: "none", "dots" (all
-      but the products) or "full".
+    remat: what of a layer the backward pass computes again: "dots" (all but
+      the products), "none" or "full", which takes the least memory.
     attention: of the update: "splash" (TPU), "cudnn" (GPU, bfloat16), "xla", or
       "auto", the first of these that runs.
     chat_template_kwargs: given to the checkpoint's chat template, such as
@@ -289,7 +289,7 @@ class Policy:
   adapter: Adapter | None = None
   compute_dtype: Literal["float32", "bfloat16"] = "float32"
   rollout_dtype: Literal["float32", "bfloat16"] = "float32"
-  remat: Literal["none", "dots", "full"] = "none"
+  remat: Literal["none", "dots", "full"] = "dots"
   attention: Literal["auto", "splash", "cudnn", "xla"] = "auto"
   chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
   old_logprobs: Literal["sampler", "learner"] = "sampler"

@@ -245,7 +245,7 @@ def _next(rows: Batch) -> Batch:
   by_token = {
     name: _shift(array)
     for name, array in rows._asdict().items()
-    if name != "policy_index"  # of rows
+    if name not in ("policy_index", "sampled", "spread")  # of rows
   }
   return rows._replace(**by_token)
 
@@ -254,24 +254,51 @@ def _logprobs(
   spec: Spec, params, rows: Batch, temperature, with_entropy: bool = False
 ):
   """[b, T] each: log-prob of token t + 1 at t, and the entropy there or
-  None."""
+  None; where `rows.sampled` says what is wanted, 0 elsewhere."""
   inputs = transformer.Inputs(
-    rows.tokens, rows.positions, rows.segment_ids, rows.policy_index
+    rows.tokens,
+    rows.positions,
+    rows.segment_ids,
+    rows.policy_index,
+    rows.spread,
   )
   hidden, _ = transformer.forward(
     params, inputs, config=spec.model, mesh=spec.mesh
   )
-  return logprobs.token_logprobs(
+  targets, whose = _shift(rows.tokens), _shift(rows.agent_index)
+  length = targets.shape[1]
+  if rows.sampled is not None:
+    # What predicts them; T is no place, and there nothing comes back.
+    places = jnp.where(rows.sampled < length, rows.sampled - 1, length)
+    hidden, targets, whose = (
+      _take(x, places) for x in (hidden, targets, whose)
+    )
+  found = logprobs.token_logprobs(
     hidden,
     transformer.head(params, spec.model),
-    _shift(rows.tokens),
-    temperature[_shift(rows.agent_index)],
+    targets,
+    temperature[whose],
     vocab_size=spec.vocab_size,
     chunk=spec.head_chunk,
     ways=1 if spec.mesh is None else spec.mesh.shape["tensor"],
     tied=spec.model.tied,
     with_entropy=with_entropy,
   )
+  if rows.sampled is None:
+    return found
+  return jax.tree.map(lambda x: _put(x, places, length), found)
+
+
+@jax.vmap
+def _take(x: jax.Array, places: jax.Array) -> jax.Array:
+  """x [T, ..] at places [H]."""
+  return x.at[places].get(mode="clip")
+
+
+@functools.partial(jax.vmap, in_axes=(0, 0, None))
+def _put(x: jax.Array, places: jax.Array, length: int) -> jax.Array:
+  """[T], x [H] at its places, of which those beyond the end are none."""
+  return jnp.zeros(length, x.dtype).at[places].set(x, mode="drop")
 
 
 def row_logprobs(spec: Spec, params, rows: Batch, temperature) -> jax.Array:

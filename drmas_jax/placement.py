@@ -483,7 +483,10 @@ def activation_bytes(
   token), q, k, v before and after their rotation, the MLP's four products, and
   the attention scores and weights [H, T, T] in float32, twice as much backward,
   where XLA's attention serves. (An engine's prefill attends page by page: [H,
-  T, page], and a sum so far [H, T, C].) A backward pass keeps of every layer
+  T, page], and a sum so far [H, T, C].) A learner's rows may hold what chats
+  share once: q, k, v and the result are then there again for each chat, up to
+  `batching.MOST_VIEWS` times, and so are scores that are kept. A backward pass
+  keeps of every layer
   what `_kept_bytes` says, and with remat has one layer's more at a time. The
   head adds the logits of one chunk (64 MB), or of all tokens of a small
   vocabulary.
@@ -508,28 +511,45 @@ def activation_bytes(
   seen = page + model.head_dim if page else length
   # cuDNN's own arrays are small; the mask that it is given is as one head.
   num = {"xla": model.num_heads, "cudnn": 1, "splash": 0}[kind]
-  scores = 2 * 4 * tokens * num * seen // mesh["tensor"]
+  scores = 2 * 4 * tokens * num * seen
   logits = min(4 * tokens * model.vocab_size, 64 << 20)
+  views, seen = 0, 0
+  if not page:
+    views = tokens * 2 * heads * model.head_dim * item * batching.MOST_VIEWS
+    if attention.keeps(kind, length, model.head_dim):
+      seen = batching.MOST_VIEWS * length
+      scores *= batching.MOST_VIEWS
   if remat is None:
-    layer = 4 * 4 * tokens * model.embed_dim + inner // mesh["tensor"]
-    return layer + scores + logits
-  kept = _kept_bytes(model, tokens, mesh, remat)
-  again = _kept_bytes(model, tokens, mesh, "none") - kept
-  return model.num_layers * kept + again + 2 * scores + 2 * logits
+    layer = 4 * 4 * tokens * model.embed_dim
+    return layer + (inner + views + scores) // mesh["tensor"] + logits
+  kept = _kept_bytes(model, tokens, mesh, remat, seen)
+  again = _kept_bytes(model, tokens, mesh, "none", seen) - kept
+  return (
+    model.num_layers * kept
+    + again
+    + 2 * (views + scores) // mesh["tensor"]
+    + 2 * logits
+  )
 
 
 def _kept_bytes(
-  model: DecoderConfig, tokens: int, mesh: Mapping[str, int], remat: str
+  model: DecoderConfig,
+  tokens: int,
+  mesh: Mapping[str, int],
+  remat: str,
+  seen: int,
 ) -> int:
   """Of one layer for its backward pass, as XLA's plans have it.
 
   Exact for "full" (what enters the layer) and "dots" (that, and the products
-  but the last, all in float32); without remat a fit.
+  but the last, all in float32); without remat a fit. `seen` tokens have their
+  scores kept.
   """
-  width = model.head_dim * (model.num_heads + 2 * model.num_kv_heads)
+  heads = model.num_heads
+  width = model.head_dim * (heads + 2 * model.num_kv_heads)
   stream, inner = {
-    "none": (10, 6 * model.mlp_dim + 4.5 * width),
-    "dots": (2, 2 * model.mlp_dim + width),
+    "none": (10, 6 * model.mlp_dim + 4.5 * width + 2 * heads * seen),
+    "dots": (2, 2 * model.mlp_dim + width + heads * (seen + model.head_dim)),
     "full": (1, 0),
   }[remat]
   split = inner / mesh["tensor"]

@@ -88,12 +88,12 @@ def lay_out(
   ]
   empty = batching.pack([], [], [], one)
   rows += [empty] * (num_micro * micro_rows - len(rows))
-  return Batch(
-    *(
-      np.concatenate(x, axis=1).reshape(num_micro, micro_rows, *x[0].shape[2:])
-      for x in zip(*rows, strict=True)
-    )
-  )
+
+  def join(*each: np.ndarray) -> np.ndarray:
+    dims = each[0].shape[2:]
+    return np.concatenate(each, axis=1).reshape(num_micro, micro_rows, *dims)
+
+  return jax.tree.map(join, *rows)
 
 
 def _vector(spec, trainable, base, temperature, row):

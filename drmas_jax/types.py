@@ -333,6 +333,23 @@ class Group:
   episodes: list[Episode]
 
 
+class Spread(NamedTuple):
+  """Where attention looks, in rows whose chats share their beginnings (`trie`).
+
+  Each row of W tokens has A rows of T tokens, in which chats are whole. Places
+  are counted in pages of g tokens.
+
+  Attributes:
+    source: [B, A, T / g] int32, place in the row of the page that stands here.
+    segment_ids: [B, A, T] int32, 1.. per chat, 0 for padding.
+    home: [B, W / g] int32, place in the A rows of each page of the row.
+  """
+
+  source: Any
+  segment_ids: Any
+  home: Any
+
+
 class Batch(NamedTuple):
   """Packed rows of one backbone, all [B, T]; a padding token has mask 0.
 
@@ -347,6 +364,9 @@ class Batch(NamedTuple):
     weights: float32 factor of a token in the loss; 0 for padding.
     sampler_logprobs: float32, 0 where mask is 0.
     log_kept_mass: float32, 0 where mask is 0.
+    sampled: [B, H] int32, places in the row where mask is 1, rising, and T
+      behind them; None: nobody looks for them, all logits are computed.
+    spread: of rows whose chats share tokens; None: each is whole.
   """
 
   tokens: Any
@@ -359,6 +379,8 @@ class Batch(NamedTuple):
   weights: Any
   sampler_logprobs: Any
   log_kept_mass: Any
+  sampled: Any = None
+  spread: Spread | None = None
 
 
 class TrainState(NamedTuple):

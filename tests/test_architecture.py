@@ -16,7 +16,15 @@ pytestmark = pytest.mark.quick
 FLOORS = (
   ("types", "config", "usercode", "caches"),
   (
-    *("advantages", "losses", "logprobs", "sampling", "batching", "metrics"),
+    *(
+      "advantages",
+      "losses",
+      "logprobs",
+      "sampling",
+      "batching",
+      "trie",
+      "metrics",
+    ),
     *("rewards", "products", "health"),
     *("agents", "orchestras", "environments", "grading", "retrieval"),
     *("datasets", "door", "http"),

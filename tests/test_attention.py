@@ -17,6 +17,7 @@ from jax.interpreters import partial_eval
 from drmas_jax import backbone, placement
 from drmas_jax import config as config_lib
 from drmas_jax.models import attention, transformer
+from drmas_jax.types import Spread
 
 quick = pytest.mark.quick
 
@@ -75,6 +76,61 @@ def test_xla_is_the_formula():
   args = make(24)
   got = attention.attend(*args, kind="xla")
   np.testing.assert_allclose(got, formula(*args), rtol=0, atol=1e-5)
+
+
+def test_xla_in_blocks_of_queries_is_the_formula():
+  args = make(250)  # four: of 62 or 63
+  got = attention.attend(*args, kind="xla")
+  np.testing.assert_allclose(got, formula(*args), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind, kept", [("xla", 4), ("xla", 0), ("splash", 4)])
+def test_segments_that_share_tokens(monkeypatch, kind, kept):
+  """Rows of 9 tokens; of three segments two begin with the first four, the
+  second with the first alone."""
+  monkeypatch.setattr(attention, "_KEPT", kept)  # 0: one row after the other
+  own = [4, 1, 2, 2]
+  q, k, v, _ = make(9)
+  source, segments = np.zeros([2, B, 2, 8], np.int32)
+  home = np.zeros([B, 9], np.int32)
+  spots = [(0, 0), (0, 5), (1, 0)]  # of the segments: row, offset
+  starts = np.cumsum([0, *own])
+  for number, (row, offset) in enumerate(spots, 1):
+    # The third is too long for what is left of the first row.
+    mine = range(starts[number], starts[number + 1])
+    seen = [*range(4 if number != 2 else 1), *mine]
+    here = slice(offset, offset + len(seen))
+    source[:, row, here], segments[:, row, here] = seen, number
+    home[:, mine] = 8 * row + offset + np.arange(len(seen))[-len(mine) :]
+  home[:, :4] = range(4)
+  spread = Spread(*map(jnp.asarray, (source, segments, home)))
+
+  def whole(x):
+    """Each segment on its own, in rows that share nothing."""
+    return jnp.stack([x[b, source[b, r]] for b in range(B) for r in range(2)])
+
+  def by_hand(q, k, v):
+    ids = jnp.asarray(segments.reshape(-1, 8))
+    out = attention.attend(*map(whole, (q, k, v)), ids, kind="xla")
+    out = out.reshape(B, 16, *out.shape[2:])
+    return jnp.stack([out[b, home[b]] for b in range(B)])
+
+  ramp = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+
+  def both(run):
+    return jax.value_and_grad(
+      lambda *x: jnp.sum(run(*x) * ramp), argnums=(0, 1, 2)
+    )(q, k, v)
+
+  def run(*x):
+    return attention.attend(*x, spread, kind=kind, interpret=True)
+
+  got = run(q, k, v)
+  # Token 5, of the second segment, sees its first token and itself.
+  pair = [jnp.stack([x[0, [0, 5]]]) for x in (q, k, v)]
+  alone = formula(*pair, np.ones([1, 2], int))
+  np.testing.assert_allclose(got[0, 5], alone[0, 1], atol=1e-5)
+  assert_same(both(run), both(by_hand))
 
 
 def test_long_rows_are_run_again_and_short_ones_kept():
@@ -239,18 +295,22 @@ def test_what_of_splash_is_run_again(remat, want):
   reason="needs the package libtpu, which compiles for TPUs",
 )
 @pytest.mark.parametrize(
-  "topology, num_devices, model, num_heads",
-  [("v5e:2x2", 4, "qwen3-0.6b", 16), ("v5p:2x2x1", 4, "qwen3-4b", 32)],
+  "topology, num_devices, model, num_heads, rows",
+  [
+    ("v5e:2x2", 4, "qwen3-0.6b", 16, []),
+    ("v5e:2x2", 4, "qwen3-0.6b", 16, ["shared"]),
+    ("v5p:2x2x1", 4, "qwen3-4b", 32, []),
+  ],
 )
 def test_an_update_compiles_for_a_tpu(
-  root, topology, num_devices, model, num_heads
+  root, topology, num_devices, model, num_heads, rows
 ):
   """8 x 4096 tokens: no array as large as one layer's scores or the logits."""
   done = subprocess.run(
     [
       sys.executable,
       root / "tests" / "tpu_update_worker.py",
-      *(topology, model),
+      *(topology, model, *rows),
     ],
     capture_output=True,
     text=True,

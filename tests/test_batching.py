@@ -125,7 +125,7 @@ def test_a_row_by_hand():
     policy_index=[6, 6, 6],
     weights=[0.5, 1, 2],
   )
-  row = batching.Batch(*(np.asarray(a)[0, 0] for a in batch))
+  row = jax.tree.map(lambda a: a[0, 0], batch)
   assert row.tokens.tolist() == [5, 6, 7, 8, 2, 9, 1, 3, 4, 5, 0, 0]
   assert row.mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 1, 1, 0, 0]
   assert row.weights.tolist() == [0, 0, 0.5, 0.5, 0, 0, 2, 0, 1, 1, 0, 0]
@@ -205,12 +205,15 @@ def test_size():
   # Chats of 17, 17, 10, 11 and 5 tokens.
   buckets = (16, 17, 32, 64)
   found = batching.size(TURNS, CHATS, buckets)
-  assert found == batching.Size(17, (0, 4, 2, 1))
+  assert found.longest == 17 and not found.shared
+  assert [f.rows for f in found.whole] == [0, 4, 2, 1]
+  # They sampled 8, 8, 5, 2 and 3; of 32 tokens a row holds 17, 10 and 5.
+  assert [f.sampled for f in found.whole] == [0, 8, 16, 26]
   owners = [int(i in CHATS[0]) for i in range(len(TURNS))]
   found = batching.size(TURNS, CHATS, buckets, owners)
-  assert found == batching.Size(17, (0, 4, 3, 2))
+  assert [f.rows for f in found.whole] == [0, 4, 3, 2]
   none = batching.size(TURNS, [], buckets)
-  assert none == batching.Size(0, (0, 0, 0, 0))
+  assert none == batching.Size(0, (batching.Fit(),) * 4)
 
 
 @pytest.mark.quick
@@ -219,11 +222,14 @@ def test_shape():
 
   def shape(*sizes, micro_tokens=128, shards=2):
     return batching.shape(
-      [batching.Size(*s) for s in sizes],
+      [
+        batching.Size(longest, tuple(map(batching.Fit, rows)))
+        for longest, rows in sizes
+      ],
       buckets,
       micro_tokens=micro_tokens,
       shards=shards,
-    )
+    )[:4]
 
   assert shape((10, (7, 4, 2))) == (16, 8, 16, 1)
   # The host with the longest chat decides on T, the other on the rows.
@@ -334,7 +340,7 @@ def test_a_bucket_is_compiled_once(step):
     chats = [(4,)] * num  # of 17 tokens: one a row
     size = batching.size(TURNS, chats, (LENGTH,))
     shape = batching.shape([size], (LENGTH,), micro_tokens=50, shards=1)
-    assert shape == (NUM_MICRO, MICRO_ROWS, LENGTH, -(-num // 2))
+    assert shape[:4] == (NUM_MICRO, MICRO_ROWS, LENGTH, -(-num // 2))
     batch = batching.pack(TURNS, range(10), AGENTS, shape, chats=chats)
     _, out, program = step(batch, shape.trips)
     assert out.sums.tokens.sum() == batch.mask.sum() == 3 * num
@@ -350,6 +356,7 @@ def backbone_of(name):
   made.policy = config_lib.Policy(checkpoint="x", row_buckets=(17, 49))
   made.row_buckets = made.policy.row_buckets
   made.learner = types.SimpleNamespace(num_policies=1)
+  made.slice = types.SimpleNamespace(train_mesh=make_mesh())
   agent = config_lib.Agent(role="r", policy=name)
   made._roles = {"a": agent, "b": agent}
   return made
@@ -369,7 +376,8 @@ def test_work_keeps_a_chat_if_one_of_its_turns_has_a_signal():
   work = made.work(rows, ADVANTAGES, {"p"})
   [part] = work.parts
   assert part.chats == kept and part.num_chats == [4]
-  assert part.size == batching.Size(17, (3, 1))  # of 17, 17, 10, 5 tokens
+  assert part.size.longest == 17
+  assert [f.rows for f in part.size.whole] == [3, 1]  # of 17, 17, 10, 5 tokens
   assert work.tokens == [sum(len(t.completion_ids) for t in TURNS)] == [26]
   [last] = made.work(rows, np.eye(10)[4], {"p"}).parts
   assert last.chats == [(0, 2, 4)]
@@ -448,7 +456,7 @@ def test_a_chat_is_sampled_and_trained(tmp_path, monkeypatch):
   values = np.linspace(-1, 1, 12).astype(np.float32)
   work = made.work(rows, values, {"p"})
   [part] = work.parts
-  assert len(part.chats) == 4 and part.size.rows[0] < 4
+  assert len(part.chats) == 4 and part.size.whole[0].rows < 4
   [update] = made.update(rows, values, work, [work.numbers()])
   output = placement.fetch(update.output)
   assert output.finite[0] and output.grad_norm[0] > 0

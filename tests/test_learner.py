@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -462,6 +463,7 @@ def work(loss, advantages=SIGNS, num_updates=1, **of_agent):
     checkpoint="x", loss=loss, num_updates=num_updates
   )
   made.learner = make_spec()
+  made.slice = types.SimpleNamespace(train_mesh=made.learner.mesh)
   made.row_buckets = (64,)
   made._roles = {"a": config_lib.Agent(role="r", policy="p", **of_agent)}
   ids = np.zeros(6, np.int32)

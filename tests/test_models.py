@@ -613,8 +613,8 @@ def test_sharded_equals_one_device(params, mesh):
   q = spread["layers"]["attention"]["q"]
   assert q.addressable_shards[0].data.shape == (2, 16, 2, 16)
   inputs = _inputs(_tokens(4, 8))
-  laid = Inputs(
-    *(jax.device_put(x, sharding.rows(mesh, x.ndim)) for x in inputs)
+  laid = jax.tree.map(
+    lambda x: jax.device_put(x, sharding.rows(mesh, x.ndim)), inputs
   )
   step = jax.jit(
     jax.value_and_grad(functools.partial(_loss, config=CONFIG, mesh=mesh)),

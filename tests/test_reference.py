@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import types
 
 import jax
 import numpy as np
@@ -162,6 +163,7 @@ def work(loss=None, advantages=ADVANTAGES, due=("p",), agents=None, **policy):
   made.names = made.trained = ("p",)
   made.policy_index = {"p": 0}
   made.learner = make_spec(made.policy.loss)
+  made.slice = types.SimpleNamespace(train_mesh=made.learner.mesh)
   made.row_buckets = (16, 32)
   made._roles = {
     name: config_lib.Agent("math.solver", "p", **(agents or {}).get(name, {}))

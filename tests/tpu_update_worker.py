@@ -1,10 +1,12 @@
 """Whole train steps compiled for a TPU that is not there; see `tpu_worker`.
 
-    python tests/tpu_update_worker.py v5e:2x2 qwen3-0.6b
+    python tests/tpu_update_worker.py v5e:2x2 qwen3-0.6b [shared]
 
 The last line it prints is a JSON object: what the update of that model, of one
 micro-batch of 8 rows of 4096 tokens, with splash, remat "full" and the head
-in blocks, compiles to: bytes on each chip, kernels, the largest array.
+in blocks, compiles to: bytes on each chip, kernels, the largest array. With
+"shared" it is of as many tokens in rows that hold what chats share once, with
+1.5 times as many for attention, and of log-probs of half of them.
 """
 
 import json
@@ -23,9 +25,9 @@ from jax.sharding import Mesh
 
 from drmas_jax import config, learner, sharding
 from drmas_jax.models import transformer
-from drmas_jax.types import Batch
+from drmas_jax.types import Batch, Spread
 
-ROWS, LENGTH = 8, 4096
+ROWS, LENGTH, PAGE = 8, 4096, 128
 VOCAB = 151_936
 
 # embed_dim, num_layers, num_heads, mlp_dim
@@ -63,8 +65,11 @@ def spec(on: Mesh, model: str) -> learner.Spec:
   )
 
 
-def compile_step(of: learner.Spec):
+def compile_step(of: learner.Spec, shared: bool):
   """The train step, on as many shapes as it takes."""
+  rows, length, views = ROWS, LENGTH, ROWS * 3 // 2
+  if shared:
+    rows, length = of.mesh.size, ROWS * LENGTH // of.mesh.size
 
   def array(dtype, *shape):
     where = sharding.replicated(of.mesh)
@@ -72,12 +77,22 @@ def compile_step(of: learner.Spec):
       where = sharding.rows(of.mesh, len(shape), leading=1)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
-  ids = array(jnp.int32, 1, ROWS, LENGTH)
-  numbers = array(jnp.float32, 1, ROWS, LENGTH)
+  ids = array(jnp.int32, 1, rows, length)
+  numbers = array(jnp.float32, 1, rows, length)
   batch = Batch(
-    *(ids, numbers, ids, ids, array(jnp.int32, 1, ROWS), ids, ids),
+    *(ids, numbers, ids, ids, array(jnp.int32, 1, rows), ids, ids),
     *(numbers, numbers, numbers),
   )
+  if shared:
+    of_a_row = views // rows
+    batch = batch._replace(
+      sampled=array(jnp.int32, 1, rows, length // 2),
+      spread=Spread(
+        source=array(jnp.int32, 1, rows, of_a_row, LENGTH // PAGE),
+        segment_ids=array(jnp.int32, 1, rows, of_a_row, LENGTH),
+        home=array(jnp.int32, 1, rows, length // PAGE),
+      ),
+    )
   state = tpu_worker.laid(learner.state_shapes(of), learner.state_shardings(of))
   step = learner.programs(of).train_step  # a partial of a jitted function
   return step.func.lower(
@@ -96,11 +111,11 @@ def _bytes(dtype: str, dims: str) -> int:
 
 
 def main() -> None:
-  topology, model = sys.argv[1:]
+  topology, model, *shared = sys.argv[1:]
   devices = tpu_worker.mesh(topology).devices
   on = Mesh(devices.reshape(1, -1, 1), sharding.AXES)  # all fsdp
   begin = time.monotonic()
-  compiled = compile_step(spec(on, model))
+  compiled = compile_step(spec(on, model), bool(shared))
   seconds = time.monotonic() - begin
   memory, text = compiled.memory_analysis(), compiled.as_text()
   found = {

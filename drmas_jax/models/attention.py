@@ -2,8 +2,8 @@
 
     splash   TPU    Pallas kernel that comes with JAX; never forms [T, T]
     cudnn    GPU    cuDNN's flash attention; takes segments as a [B, T, T] bias
-    xla      any    `layers.attend`; forms [B, H, T, T], of long rows again in
-                    the backward pass
+    xla      any    `layers.attend`; forms [B, H, T, T] or most of it, of long
+                    rows again in the backward pass
 
 `resolve` is the one place that says which of them "auto" is, `check` why a
 named one cannot run. The tests run splash in interpret mode and compile it for
@@ -16,6 +16,7 @@ and newer; `jax.nn.dot_product_attention` has no argument for them.)
 """
 
 import functools
+import itertools
 from typing import Literal
 
 import jax
@@ -26,6 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from drmas_jax import sharding
 from drmas_jax.models import layers
+from drmas_jax.types import Spread
 
 Kind = Literal["splash", "cudnn", "xla"]
 
@@ -37,6 +39,7 @@ _MAX_BLOCK = 512  # tokens that splash takes at a time
 # XLA's [T, T] arrays are kept for the backward pass up to a T of so many head
 # dims. Of longer rows they would outweigh all else of a layer.
 _KEPT = 4
+_BLOCK, _MOST_BLOCKS = 64, 4  # of queries, each with the keys up to its end
 
 
 def resolve(
@@ -96,7 +99,7 @@ def attend(
   q: Float[Array, "B T H C"],
   k: Float[Array, "B T K C"],
   v: Float[Array, "B T K C"],
-  segment_ids: Int[Array, "B T"],
+  where: Int[Array, "B T"] | Spread,
   *,
   kind: Kind,
   mesh: Mesh | None = None,
@@ -111,15 +114,52 @@ def attend(
     q: of a dtype that `kind` takes.
     k: keys.
     v: values.
-    segment_ids: which tokens of a row belong together.
+    where: segment ids, which tokens of a row belong together; or where the
+      segments are whole that share tokens.
     kind: as `resolve` says.
     mesh: each device works on its own rows and, if the kv heads divide, on its
       own heads.
     interpret: run splash as XLA operations, on any backend.
   """
+  run = functools.partial(_whole, kind=kind, mesh=mesh, interpret=interpret)
+  if not isinstance(where, Spread):
+    return run(q, k, v, where)
+  return _spread(run, q, k, v, where, kind)
+
+
+def _spread(run, q, k, v, where, kind):
+  """Tokens are copied to where their segments are whole, and the results of one
+  copy back; backward, what the copies of a token are owed adds up."""
+  rows, views, length = where.segment_ids.shape
+  page = q.shape[1] // where.home.shape[1]
+  places = where.source.reshape(rows, -1)
+
+  def take(x, places):
+    return _take(x.reshape(rows, -1, page, *x.shape[-2:]), places)
+
+  q, k, v = (
+    take(x, places).reshape(rows, views, length, *x.shape[2:])
+    for x in (q, k, v)
+  )
+  each = q, k, v, where.segment_ids
+  if kind == "xla" and not keeps(kind, length, q.shape[-1]):
+    # Scores of long rows in turn: there are more of them than of whole rows.
+    each = (x.swapaxes(0, 1) for x in each)
+    out = jax.lax.map(lambda x: run(*x), tuple(each)).swapaxes(0, 1)
+  else:
+    out = run(*(x.reshape(-1, *x.shape[2:]) for x in each))
+  return take(out, where.home).reshape(rows, -1, *out.shape[-2:])
+
+
+@jax.vmap
+def _take(x, places):
+  return x.at[places].get(mode="promise_in_bounds")
+
+
+def _whole(q, k, v, segment_ids, *, kind, mesh, interpret):
   if kind == "xla":
     run = _xla
-    if q.shape[1] > _KEPT * q.shape[3]:
+    if not keeps(kind, q.shape[1], q.shape[3]):
       run = jax.checkpoint(_xla, prevent_cse=False)
     return run(q, k, v, segment_ids)
   run = functools.partial(_splash, interpret=interpret)
@@ -152,9 +192,30 @@ def _mask(segment_ids):
   return same & (order[:, None] >= order[None, :])
 
 
+def keeps(kind: Kind, length: int, head_dim: int) -> bool:
+  """Whether scores [H, T, T] may be kept for the backward pass."""
+  return kind == "xla" and length <= _KEPT * head_dim
+
+
 def _xla(q, k, v, segment_ids):
+  """In a few blocks of queries: with four, three eighths of the scores lie
+  above the diagonal in keys that nobody multiplies."""
   keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-  return layers.attend(q, keys, values, _mask(segment_ids))
+  mask, length = _mask(segment_ids), q.shape[1]
+  num = max(1, min(length // _BLOCK, _MOST_BLOCKS))
+  ends = [length * i // num for i in range(num + 1)]
+  return jnp.concatenate(
+    [
+      layers.attend(
+        q[:, start:end],
+        keys[..., :end],
+        values[:, :, :end],
+        mask[:, start:end, :end],
+      )
+      for start, end in itertools.pairwise(ends)
+    ],
+    axis=1,
+  )
 
 
 def _cudnn(q, k, v, segment_ids):

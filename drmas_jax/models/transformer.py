@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from drmas_jax import products, sharding
 from drmas_jax.models import adapters, attention, kernels, layers, paged
 from drmas_jax.models.layers import RopeScaling
+from drmas_jax.types import Spread
 
 Params = dict[str, Any]
 Cache = list[dict[str, jax.Array]]
@@ -66,7 +67,7 @@ class DecoderConfig:
   qk_norm: bool = False
   compute_dtype: str = "float32"
   attention: str = "auto"
-  remat: str = "none"
+  remat: str = "dots"
   adapter_scale: float = 1.0
   unroll: int = 0
 
@@ -79,12 +80,14 @@ class Inputs(NamedTuple):
     positions: [B, T] int32, within the segment.
     segment_ids: [B, T] int32, 0 for padding.
     policy_index: [B] int32, whose adapter a row has; see `models/adapters.py`.
+    spread: where rows whose segments share tokens are whole, for attention.
   """
 
   tokens: Int[Array, "B T"]
   positions: Int[Array, "B T"]
   segment_ids: Int[Array, "B T"]
   policy_index: Int[Array, " B"]
+  spread: Spread | None = None
 
 
 class View(NamedTuple):
@@ -96,6 +99,7 @@ class View(NamedTuple):
     cos: [B, T, 1, C/2].
     segment_ids: [B, T], what a token sees where there is no cache.
     policy_index: [B], as in `Inputs`.
+    spread: as in `Inputs`.
     pages: where the rows' tokens are, where there is one.
     mesh: where the activations are laid; None on one device.
   """
@@ -105,6 +109,7 @@ class View(NamedTuple):
   cos: jax.Array
   segment_ids: jax.Array
   policy_index: jax.Array
+  spread: Spread | None
   pages: paged.Pages | None
   mesh: Mesh | None
 
@@ -205,9 +210,8 @@ class Attention(nn.Module):
     if cache is None:
       q = sharding.constrain(q, ("batch", "length", *heads), view.mesh)
       kind = attention.resolve(c.attention, view.mesh, hd, c.compute_dtype)
-      out = attention.attend(
-        q, k, v, view.segment_ids, kind=kind, mesh=view.mesh
-      )
+      where = view.segment_ids if view.spread is None else view.spread
+      out = attention.attend(q, k, v, where, kind=kind, mesh=view.mesh)
     else:
       held = ("slots", "length", "cache_heads", None)
       q, k, v = (sharding.constrain(n, held, view.mesh) for n in (q, k, v))
@@ -410,9 +414,9 @@ def forward(
 _saves = jax.checkpoint_policies
 _REMAT = {
   "none": None,
-  # Weights' products: those of attention are batched, and as many as T^2.
+  # Products; those of attention over long rows are `attention`'s to forget.
   "dots": _saves.save_from_both_policies(
-    _saves.dots_with_no_batch_dims_saveable,
+    _saves.dots_saveable,
     _saves.save_only_these_names(attention.SAVED),
   ),
   "full": _saves.nothing_saveable,
@@ -506,6 +510,7 @@ def _view(
     *angles,
     inputs.segment_ids,
     inputs.policy_index,
+    inputs.spread,
     pages,
     mesh,
   )

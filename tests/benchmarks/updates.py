@@ -5,7 +5,8 @@
 
     a  64 rows of 64 + 128 tokens against google-tunix's and torch's update
     b  64 rows of skewed length (median 60 tokens, at most 192), the same
-    c  a whole step: 8 prompts x 8 samples, reference log-probs, update
+    c  a whole step of 8 prompts x 8 samples: decode, reference log-probs and
+       update, and each of them alone
     d  12 layers, d = 768: the share of what plain products reach, and where
        the rest goes
     e  the cost of a token in updates of 1 k to 64 k tokens
@@ -72,7 +73,8 @@ def against_peers(args: argparse.Namespace, rows: Rows) -> dict:
 
 
 def whole_step(args: argparse.Namespace) -> dict:
-  """c. Decode, reference log-probs, update; the sum of their costs."""
+  """c. Decode, reference log-probs, update: their costs, and the sum."""
+  phases: dict[str, dict[str, list[lab.Cost]]] = {}
   prompts = np.repeat(lab.prompts(8), 8, axis=0)
   sampler = lab.make_sampler(lab.random_params())
   decoders = {
@@ -90,7 +92,7 @@ def whole_step(args: argparse.Namespace) -> dict:
   try:
     with updates_lab.sides(args) as peers:
       runs = {
-        name: functools.partial(_step, decoders[name], way)
+        name: functools.partial(_step, phases, name, decoders[name], way)
         for name, way in updates_lab.ways(peers).items()
         if name in decoders
       }
@@ -98,7 +100,12 @@ def whole_step(args: argparse.Namespace) -> dict:
   finally:
     for peer in engines.values():
       peer.stop()
-  return lab.compare(costs, "this", 64 * (PROMPT + NEW))
+  phases["step"] = costs
+  found = {}
+  for phase, spent in phases.items():
+    spent = {name: each[-args.rounds :] for name, each in spent.items()}
+    found[phase] = lab.compare(spent, "this", 64 * (PROMPT + NEW))
+  return found
 
 
 def _group(prompts: np.ndarray) -> list:
@@ -108,9 +115,13 @@ def _group(prompts: np.ndarray) -> list:
   ]
 
 
-def _step(decode: Callable[[], lab.Cost], way: Callable) -> lab.Cost:
-  parts = [decode(), *(cost(way(do, UNIFORM)) for do in ("score", "update"))]
-  return lab.Cost(*map(sum, zip(*parts, strict=True)))
+def _step(phases, name: str, decode: Callable[[], lab.Cost], way: Callable):
+  spent = {"decode": decode()}
+  for do in ("score", "update"):
+    spent[do] = cost(way(do, UNIFORM, group=8))
+  for phase, each in spent.items():
+    phases.setdefault(phase, {}).setdefault(name, []).append(each)
+  return lab.Cost(*map(sum, zip(*spent.values(), strict=True)))
 
 
 PARTS = {

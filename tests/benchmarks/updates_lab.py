@@ -14,7 +14,7 @@ import rollouts_lab as lab
 
 PROMPT, NEW = lab.PROMPT, lab.NEW
 UNIFORM = [(PROMPT, NEW)] * 64
-MICRO_TOKENS = 1024
+MICRO_TOKENS = 6 * (PROMPT + NEW)
 WIDE = lab.SIZES | {
   "embed_dim": 768,
   "num_layers": 12,
@@ -65,7 +65,9 @@ def ways(peers: Mapping[str, lab.Peer]) -> Ways:
   thread, which costs it fewer CPU seconds."""
 
   def way(peer: lab.Peer, **options: int):
-    return lambda do, rows: peer.ask({"do": do, "rows": rows} | options)
+    return lambda do, rows, **more: peer.ask(
+      {"do": do, "rows": rows} | options | more
+    )
 
   found = {}
   if "this" in peers:

@@ -10,7 +10,8 @@ what there was in use before:
     {"wall": .., "cpu": .., "rss_gb": .., "before_gb": ..}
 
 A job is one optimizer step on random rows with so many tokens each, or with
-"score" their log-probs under the same weights. All sides take the clipped loss
+"score" their log-probs under the same weights; with "group": 8, so many of them
+have one prompt. All sides take the clipped loss
 with 0.04 times k3 to given reference log-probs, AdamW, and float32.
 `this` reads "micro_tokens", and packs the rows unless "packed" is false. A peer
 pads prompts and completions to the longest that it has room for, google-tunix
@@ -27,8 +28,8 @@ import time
 PAD, OLD, KL_WEIGHT, RATE = 0, -7.6, 0.04, 1e-6
 
 
-def random_rows(rows, vocab_size):
-  """Ids of each row, and an advantage."""
+def random_rows(rows, vocab_size, group=1):
+  """Ids of each row, and an advantage; `group` rows have one prompt."""
   import numpy as np
 
   rng = np.random.default_rng(0)
@@ -36,6 +37,8 @@ def random_rows(rows, vocab_size):
     [rng.integers(1, vocab_size - 1, n).astype(np.int32) for n in pair]
     for pair in rows
   ]
+  for i, row in enumerate(ids):
+    row[0] = ids[i - i % group][0]
   return ids, rng.normal(size=len(rows)).astype(np.float32)
 
 
@@ -64,7 +67,8 @@ def this(sizes: dict):
       return updates_this.product(**options)
     if do == "rollout":
       return rollouts.run(**options)
-    rows, gains = random_rows(options.pop("rows"), side.spec.vocab_size)
+    drawn = options.pop("rows"), side.spec.vocab_size, options.pop("group", 1)
+    rows, gains = random_rows(*drawn)
     return getattr(side, do)(side.arguments(rows, gains, OLD, **options))
 
   return run
@@ -123,7 +127,9 @@ def tunix(sizes: dict):
     step, _ = cluster.actor_trainer.jit_train_and_eval_step()
 
   def run(job):
-    ids, advantages = random_rows(job["rows"], sizes["vocab_size"])
+    ids, advantages = random_rows(
+      job["rows"], sizes["vocab_size"], job.get("group", 1)
+    )
     prompts = np.full([len(ids), prompt], PAD, np.int32)
     completions = np.full([len(ids), new], PAD, np.int32)
     for i, (before, after) in enumerate(ids):
@@ -197,7 +203,9 @@ def torch(sizes: dict):
 
   def run(job):
     torch.set_num_threads(job["threads"])
-    ids, advantages = random_rows(job["rows"], sizes["vocab_size"])
+    ids, advantages = random_rows(
+      job["rows"], sizes["vocab_size"], job.get("group", 1)
+    )
     num_tokens = sum(len(after) for _, after in ids)
     micro, score = job["micro"], job["do"] == "score"
     for i in range(0, len(ids), micro):

@@ -145,11 +145,15 @@ class Side:
     agent, length = [0] * len(turns), self.length
     if packed:
       chats, buckets = [(i,) for i in range(len(turns))], (length,)
+      size = batching.size(
+        turns, chats, buckets, owner, row_tokens=micro_tokens
+      )
       shape = batching.shape(
-        [batching.size(turns, chats, buckets, owner)],
+        [size],
         buckets,
         micro_tokens=micro_tokens,
         shards=1,
+        only_sampled=True,
       )
       places = range(len(turns))
       batch = batching.pack(turns, places, agent, shape, policy_index=owner)
