@@ -34,7 +34,7 @@ SMALLEST_BUCKET = 32
 # has to be worth the copies for attention, and another program to compile.
 _WORTH = 1.2
 # Rows for attention, by those that would hold as many tokens.
-_VIEWS = (1, 1.5, 2, 3)
+_VIEWS = (1.5, 3)
 MOST_VIEWS = _VIEWS[-1]
 
 
@@ -173,7 +173,8 @@ def size(
     policy_index: see there.
     row_tokens: of a micro-batch on each device that holds rows of it; 0: chats
       share nothing.
-    page: tokens that chats share at a time, if it divides their rows.
+    page: tokens that chats share at a time; none where it does not divide
+      their rows.
   """
   measured = _measure(turns, chats, policy_index)
   longest = max((len(c.ids) for c in measured), default=0)
@@ -192,7 +193,8 @@ def size(
       continue
     whole.append(fit(_fill(measured, length)))
     if row_tokens:
-      rows = _share(measured, in_order, row_tokens, length, page)
+      num = _whole_rows(row_tokens, length)
+      rows = _share(measured, in_order, num, length, page)
       views = max((p.row + 1 for row in rows for p in row), default=0)
       shared.append(fit([[p.chat for p in row] for row in rows], views))
   return Size(longest, tuple(whole), tuple(shared) if row_tokens else ())
@@ -233,17 +235,22 @@ def shape(
 
   rows = micro_rows(micro_tokens, length, shards) // num_hosts
   whole = shaped([s.whole[at] for s in sizes], rows, length)
-  if not all(s.shared for s in sizes):
+  if length % page or not all(s.shared for s in sizes):
     return whole
-  fits, row_tokens = [s.shared[at] for s in sizes], micro_tokens // shards
-  shared = shaped(fits, shards // num_hosts, max(row_tokens, length))
+  num = _whole_rows(micro_tokens // shards, length)
+  fits = [s.shared[at] for s in sizes]
+  shared = shaped(fits, shards // num_hosts, num * length)
   if _WORTH * shared.trips > whole.trips:
     return whole
-  views, num = max(f.views for f in fits), _whole_rows(row_tokens, length)
+  views = max(f.views for f in fits)
   ladder = (math.ceil(num * step) for step in _VIEWS)
   views = next(num for num in ladder if num >= views)
-  page = math.gcd(page, length, shared.length)
   return shared._replace(views=views, view_length=length, page=page)
+
+
+def _whole_rows(row_tokens: int, length: int) -> int:
+  """As many tokens as a row of shared ones; as `micro_rows` has them."""
+  return max(1, row_tokens // length)
 
 
 def _eighths(num: int, length: int) -> int:
@@ -260,7 +267,7 @@ def num_micro(trips: int) -> int:
   """Micro-batches that arrays have room for: 16, 64, 256, ..
 
   Most runs see one, and compile once. Empty micro-batches are never run, and
-  one of 8192 tokens takes 0.4 MB.
+  one of 8192 tokens takes 0.7 MB at most.
   """
   num = 16
   while num < trips:
@@ -327,24 +334,19 @@ def _fill(measured: Sequence[trie.Chat], width: int) -> list[list[int]]:
 def _share(
   measured: Sequence[trie.Chat],
   in_order: Sequence[tuple[int, int]],
-  row_tokens: int,
+  num: int,
   length: int,
   page: int,
 ) -> list[trie.Row]:
-  width = max(row_tokens, length)
+  """Rows as long as `num` whole ones; none of a page that does not divide
+  these."""
+  if length % page:
+    return []
+  most = math.ceil(num * MOST_VIEWS)
+  width = num * length
   return trie.fill(
-    measured,
-    in_order,
-    width=width,
-    length=length,
-    most=_whole_rows(row_tokens, length) * MOST_VIEWS,
-    page=math.gcd(page, length, width),
+    measured, in_order, width=width, length=length, most=most, page=page
   )
-
-
-def _whole_rows(row_tokens: int, length: int) -> int:
-  """That take as many tokens; as `micro_rows` has them."""
-  return max(1, row_tokens // length)
 
 
 def _one_by_one(row: Sequence[int], measured: Sequence[trie.Chat]) -> trie.Row:
@@ -386,9 +388,8 @@ def pack(
   measured = _measure(turns, chats, policy_index)
   if shape.views:
     in_order = trie.order(measured)
-    rows = _share(
-      measured, in_order, shape.length, shape.view_length, shape.page
-    )
+    num = shape.length // shape.view_length
+    rows = _share(measured, in_order, num, shape.view_length, shape.page)
   else:
     filled = _fill(measured, shape.length)
     rows = [_one_by_one(row, measured) for row in filled]
@@ -409,14 +410,14 @@ def pack(
         batch.weights[row, sampled] = 1 if weights is None else weights[i]
         known = added.stop
     if batch.spread is not None:
-      _spread(batch.spread, row, places, measured, shape.page)
+      _fill_spread(batch.spread, row, places, measured, shape.page)
   if batch.sampled is not None:
     _note_sampled(batch)
   lead = (shape.num_micro, shape.micro_rows)
   return jax.tree.map(lambda a: a.reshape(*lead, *a.shape[1:]), batch)
 
 
-def _spread(
+def _fill_spread(
   spread: Spread,
   row: int,
   places: trie.Row,

@@ -254,7 +254,7 @@ def _logprobs(
   spec: Spec, params, rows: Batch, temperature, with_entropy: bool = False
 ):
   """[b, T] each: log-prob of token t + 1 at t, and the entropy there or
-  None; where `rows.sampled` says what is wanted, 0 elsewhere."""
+  None; with `rows.sampled`, 0 where t + 1 is none of these."""
   inputs = transformer.Inputs(
     rows.tokens,
     rows.positions,

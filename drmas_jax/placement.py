@@ -399,7 +399,9 @@ def _most_bytes(
   return max(
     activation_bytes(
       model,
-      batching.micro_rows(policy.micro_tokens, length, shards) // shards,
+      batching.micro_rows(policy.micro_tokens, length, shards)
+      // shards
+      * length,
       length,
       mesh,
       policy.compute_dtype,
@@ -430,7 +432,7 @@ def _engine_bytes(
   longest = (sizes.prefill_buckets or (sizes.max_length,))[-1]
   rows = decoding.rows_at_once(prefill_rows(sizes), longest)
   prefill = activation_bytes(
-    *(model, rows, longest, mesh.shape, dtype), page=page_size
+    *(model, rows * longest, longest, mesh.shape, dtype), page=page_size
   )
   sampling = _SAMPLING * sizes.num_slots * model.vocab_size * 4
   return weights + cache + max(prefill, sampling)
@@ -468,7 +470,7 @@ def tree_bytes(shapes: Any, axes: Any, mesh: Any, dtype: Any = None) -> int:
 
 def activation_bytes(
   model: DecoderConfig,
-  rows: int,
+  tokens: int,
   length: int,
   mesh: Mapping[str, int],
   dtype: str,
@@ -486,26 +488,25 @@ def activation_bytes(
   T, page], and a sum so far [H, T, C].) A learner's rows may hold what chats
   share once: q, k, v and the result are then there again for each chat, up to
   `batching.MOST_VIEWS` times, and so are scores that are kept. A backward pass
-  keeps of every layer
-  what `_kept_bytes` says, and with remat has one layer's more at a time. The
-  head adds the logits of one chunk (64 MB), or of all tokens of a small
-  vocabulary.
+  keeps of every layer what `_kept_bytes` says, and with remat has one layer's
+  more at a time. The head adds the logits of one chunk (64 MB), or of all
+  tokens of a small vocabulary.
 
-  Beside XLA's own plan for a gradient of 6 layers on CPU, float32 or bfloat16,
-  d = 256 and 1024, T = 512 and 1024: 0.94 to 1.02 of it with remat "none", 1.09
-  to 1.26 with the others.
+  Without what such rows add, beside XLA's own plan for a gradient of 6 layers
+  on CPU, float32 or bfloat16, d = 256 and 1024, T = 512 and 1024: 0.94 to 1.02
+  of it with remat "none", 1.09 to 1.26 with the others.
 
   Args:
     model: sizes.
-    rows: on one device.
-    length: tokens of a row.
+    tokens: on one device.
+    length: tokens of a row, for attention.
     mesh: sizes of the axes by name.
     dtype: of activations.
     remat: the policy's; None: there is no backward pass.
     kind: of attention.
     page: tokens that attention looks at at a time; 0: all.
   """
-  tokens, item = rows * length, jnp.dtype(dtype).itemsize
+  item = jnp.dtype(dtype).itemsize
   heads = model.num_heads + 2 * model.num_kv_heads
   inner = tokens * (2 * heads * model.head_dim + 4 * model.mlp_dim) * item
   seen = page + model.head_dim if page else length
@@ -517,7 +518,7 @@ def activation_bytes(
   if not page:
     views = tokens * 2 * heads * model.head_dim * item * batching.MOST_VIEWS
     if attention.keeps(kind, length, model.head_dim):
-      seen = batching.MOST_VIEWS * length
+      seen = batching.MOST_VIEWS * (length + model.head_dim)
       scores *= batching.MOST_VIEWS
   if remat is None:
     layer = 4 * 4 * tokens * model.embed_dim
@@ -542,14 +543,14 @@ def _kept_bytes(
   """Of one layer for its backward pass, as XLA's plans have it.
 
   Exact for "full" (what enters the layer) and "dots" (that, and the products
-  but the last, all in float32); without remat a fit. `seen` tokens have their
-  scores kept.
+  but the last, all in float32); without remat a fit. `seen` is what attention's
+  products, if they are kept, have of a token and head.
   """
   heads = model.num_heads
   width = model.head_dim * (heads + 2 * model.num_kv_heads)
   stream, inner = {
     "none": (10, 6 * model.mlp_dim + 4.5 * width + 2 * heads * seen),
-    "dots": (2, 2 * model.mlp_dim + width + heads * (seen + model.head_dim)),
+    "dots": (2, 2 * model.mlp_dim + width + heads * seen),
     "full": (1, 0),
   }[remat]
   split = inner / mesh["tensor"]

@@ -12,8 +12,8 @@ sums are what they are without any of this.
 Nothing is shared from a chat's first prompt's last token on (the q above): what
 follows that one is another token in each chat, and has a loss.
 
-Chats are taken in the order of their tokens. One then shares as much with the
-chat before it as with any, and what it shares is there.
+Chats are taken in the order of their tokens. What begins alike is then side by
+side, and a chat shares with the one before it.
 
 Copies for attention may be asked for in pages of so many tokens, which a TPU
 adds up many times faster than tokens one by one. Then what is shared is whole
@@ -108,8 +108,8 @@ def fill(
     size = -(-len(chat.ids) // page) * page
     shared -= shared % page
     at = bisect.bisect_left(open_, (size, 0))
-    none = at == len(open_) and num == most
-    if owner != chat.owner or used + size - shared > width or none:
+    full = at == len(open_) and num == most
+    if owner != chat.owner or used + size - shared > width or full:
       rows.append([])
       owner, used, num, shared = chat.owner, 0, 0, 0
       open_, at = [], 0

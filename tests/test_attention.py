@@ -133,6 +133,62 @@ def test_segments_that_share_tokens(monkeypatch, kind, kept):
   assert_same(both(run), both(by_hand))
 
 
+def test_what_many_copies_are_owed_adds_up_in_float32():
+  """In bfloat16 a sum of ones stops at 256."""
+  num = 1000
+  spread = Spread(
+    source=jnp.zeros([1, num, 1], jnp.int32),
+    segment_ids=jnp.ones([1, num, 1], jnp.int32),
+    home=jnp.arange(num, dtype=jnp.int32)[None],
+  )
+  q = k = v = jnp.ones([1, num, 1, C], jnp.bfloat16)
+
+  def total(v):
+    return attention.attend(q, k, v, spread, kind="xla").sum()
+
+  owed = jax.grad(total)(v)
+  np.testing.assert_allclose(owed[0, 0], num, rtol=1e-2)
+  assert not np.any(owed[0, 1:])
+
+
+@pytest.mark.parametrize("length, kept", [(4 * C, True), (8 * C, False)])
+@pytest.mark.parametrize("views", [0, 2])
+def test_what_of_scores_the_default_keeps(length, kept, views):
+  """Through the policy of the layers, which reaches into `attention`."""
+  model = transformer.DecoderConfig(
+    family="qwen3",
+    vocab_size=32,
+    embed_dim=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=C,
+    mlp_dim=48,
+    max_positions=512,
+    tied=True,
+    unroll=1,
+  )
+  assert model.remat == "dots"
+  ids = jnp.ones([1, length], jnp.int32)
+  inputs = transformer.Inputs(ids, ids, ids, ids[:, 0])
+  if views:
+    whole = jnp.zeros([1, views, length], jnp.int32)
+    inputs = inputs._replace(spread=Spread(whole, whole, ids))
+  params = transformer.init_params(model, jax.random.key(0))
+
+  def loss(params):
+    return transformer.forward(params, inputs, config=model)[0].sum()
+
+  shapes = [
+    value.shape
+    for value in jax.tree.leaves(
+      jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
+    )
+  ]
+  scores = [s for s in shapes if s[-1] == length and len(s) >= 4]
+  assert bool(scores) == kept, scores
+
+
 def test_long_rows_are_run_again_and_short_ones_kept():
   def loss(q, k, v, segment_ids):
     return attention.attend(q, k, v, segment_ids, kind="xla").sum()

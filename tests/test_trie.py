@@ -276,7 +276,10 @@ def test_shared_only_where_it_saves_enough():
   assert shape(12, (5, 0, 5), shards=1, only_sampled=True).sampled == 4
   # Of two hosts with two devices each, the one that has more decides.
   found = shape(60, (7, 20, 2), (9, 21, 4), shards=4)
-  assert found == (16, 2, 32, 5, 0, 4, 16, 1)
+  assert found == (16, 2, 32, 5, 0, 6, 16, 1)
+  # A page that does not divide a row is not for it.
+  assert shape(12, (5, 20, 5), shards=1, page=8).page == 8
+  assert shape(12, (5, 20, 5), shards=1, page=3).views == 0
   # All of them must have asked.
   sizes = [
     batching.Size(10, (fit(12),), (fit(1, 1, 1),)),
@@ -375,8 +378,8 @@ def test_whole_rows_of_which_the_sampled_are_asked(apart):
 
 def test_on_8_devices(apart):
   """Each of four pairs has a row of its own."""
-  batch, shape = pack(True, only_sampled=True, row_tokens=20, shards=4)
-  assert shape.views and (shape.micro_rows, shape.length) == (4, 20)
+  batch, shape = pack(True, only_sampled=True, row_tokens=32, shards=4)
+  assert shape.views and (shape.micro_rows, shape.length) == (4, 32)
   spec = spec_of(learning.make_mesh(2, 2, 2))
   assert_equal_updates(update(spec, batch, shape.trips), apart)
 

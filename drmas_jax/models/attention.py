@@ -124,10 +124,10 @@ def attend(
   run = functools.partial(_whole, kind=kind, mesh=mesh, interpret=interpret)
   if not isinstance(where, Spread):
     return run(q, k, v, where)
-  return _spread(run, q, k, v, where, kind)
+  return _attend_spread(run, q, k, v, where, kind)
 
 
-def _spread(run, q, k, v, where, kind):
+def _attend_spread(run, q, k, v, where, kind):
   """Tokens are copied to where their segments are whole, and the results of one
   copy back; backward, what the copies of a token are owed adds up."""
   rows, views, length = where.segment_ids.shape
@@ -135,7 +135,7 @@ def _spread(run, q, k, v, where, kind):
   places = where.source.reshape(rows, -1)
 
   def take(x, places):
-    return _take(x.reshape(rows, -1, page, *x.shape[-2:]), places)
+    return _pages(x.reshape(rows, -1, page, *x.shape[-2:]), places)
 
   q, k, v = (
     take(x, places).reshape(rows, views, length, *x.shape[2:])
@@ -151,9 +151,26 @@ def _spread(run, q, k, v, where, kind):
   return take(out, where.home).reshape(rows, -1, *out.shape[-2:])
 
 
-@jax.vmap
-def _take(x, places):
-  return x.at[places].get(mode="promise_in_bounds")
+@jax.custom_vjp
+def _pages(x, places):
+  """[B, num, ..]: of x [B, pages, ..] those at `places` [B, num]."""
+  return _pages_forward(x, places)[0]
+
+
+def _pages_forward(x, places):
+  take = jax.vmap(lambda x, at: x.at[at].get(mode="promise_in_bounds"))
+  return take(x, places), (places, jnp.zeros([x.shape[1], 0]))
+
+
+def _pages_backward(residuals, grads):
+  # In float32: a sum over many copies would stop growing in bfloat16.
+  places, like = residuals
+  zeros = jnp.zeros([len(like), *grads.shape[2:]], jnp.float32)
+  add = jax.vmap(lambda g, at: zeros.at[at].add(g, mode="promise_in_bounds"))
+  return add(grads.astype(jnp.float32), places).astype(grads.dtype), None
+
+
+_pages.defvjp(_pages_forward, _pages_backward)
 
 
 def _whole(q, k, v, segment_ids, *, kind, mesh, interpret):

@@ -414,9 +414,9 @@ def forward(
 _saves = jax.checkpoint_policies
 _REMAT = {
   "none": None,
-  # Products; those of attention over long rows are `attention`'s to forget.
+  # Weights' products: those of attention are batched, and as many as T^2.
   "dots": _saves.save_from_both_policies(
-    _saves.dots_saveable,
+    _saves.dots_with_no_batch_dims_saveable,
     _saves.save_only_these_names(attention.SAVED),
   ),
   "full": _saves.nothing_saveable,
@@ -430,6 +430,15 @@ _OF_WEIGHTS = {"cond", "reduce_precision", "convert_element_type", "reshape"}
 def _all_but_weights(primitive, *_, **__) -> bool:
   """Keeps what a layer computes, and none of its weights: they are there."""
   return primitive.name not in _OF_WEIGHTS
+
+
+def _keeps_scores(config: DecoderConfig, view: View) -> bool:
+  """Whether attention is over rows so short that its products are no more than
+  the others. (A policy reaches into what `attention` itself would forget.)"""
+  where = view.segment_ids if view.spread is None else view.spread.segment_ids
+  dims = config.head_dim, config.compute_dtype
+  kind = attention.resolve(config.attention, view.mesh, *dims)
+  return attention.keeps(kind, where.shape[-1], config.head_dim)
 
 
 def _variables(layer: Any, adapter: Any) -> dict[str, Any]:
@@ -456,6 +465,8 @@ def _scan(params, x, view, config):
     return Block(config).apply(variables, x, view, None)
 
   policy = _REMAT[config.remat]
+  if config.remat == "dots" and _keeps_scores(config, view):
+    policy = _saves.dots_saveable
   if policy is None and each_alone:
     policy = _all_but_weights
   if policy is not None:

@@ -13,12 +13,12 @@ QWEN_ROWS = [(128, 384)] * 16
 def by_tokens(args: argparse.Namespace) -> dict:
   """e. Rows of 128 tokens; 8 of them are a micro-batch."""
   sizes = lab.SIZES | {"length": 128}
-  counts = (8, 32, 128, 512)
+  counts, micro_tokens = (8, 32, 128, 512), 8 * 128
   with updates_lab.one(sizes) as peer:
     way = updates_lab.ways({"this": peer})["this"]
     runs = {
       f"{num * 128} tokens": lambda num=num: cost(
-        way("update", [(48, 80)] * num)
+        way("update", [(48, 80)] * num, micro_tokens=micro_tokens)
       )
       for num in counts
     }
