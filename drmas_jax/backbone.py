@@ -43,7 +43,7 @@ from drmas_jax.types import Batch, TrainState, Turn
 
 # Its logits cost less than one more shape of them to compile.
 _SMALL_VOCABULARY = 1024
-_TPU_PAGE = 128
+_TPU_PAGE = 128  # tokens that chats share at a time, see `trie`
 _TINY = pathlib.Path(__file__).parent / "models" / "tiny"
 
 

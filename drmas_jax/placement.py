@@ -516,7 +516,8 @@ def activation_bytes(
   logits = min(4 * tokens * model.vocab_size, 64 << 20)
   views, seen = 0, 0
   if not page:
-    views = tokens * 2 * heads * model.head_dim * item * batching.MOST_VIEWS
+    width = 2 * model.head_dim * (model.num_heads + model.num_kv_heads)
+    views = batching.MOST_VIEWS * tokens * width * item
     if attention.keeps(kind, length, model.head_dim):
       seen = batching.MOST_VIEWS * (length + model.head_dim)
       scores *= batching.MOST_VIEWS

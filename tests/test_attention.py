@@ -1,5 +1,6 @@
 """Attention of the update: kernels against XLA, choices, compiles for TPUs."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -22,6 +23,18 @@ from drmas_jax.types import Spread
 quick = pytest.mark.quick
 
 B, C = 4, 16
+MODEL = transformer.DecoderConfig(
+  family="qwen3",
+  vocab_size=32,
+  embed_dim=32,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=C,
+  mlp_dim=48,
+  max_positions=512,
+  unroll=1,
+)
 
 
 def make(length, num_heads=4, kv_heads=2, dtype="float32"):
@@ -155,29 +168,16 @@ def test_what_many_copies_are_owed_adds_up_in_float32():
 @pytest.mark.parametrize("views", [0, 2])
 def test_what_of_scores_the_default_keeps(length, kept, views):
   """Through the policy of the layers, which reaches into `attention`."""
-  model = transformer.DecoderConfig(
-    family="qwen3",
-    vocab_size=32,
-    embed_dim=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=C,
-    mlp_dim=48,
-    max_positions=512,
-    tied=True,
-    unroll=1,
-  )
-  assert model.remat == "dots"
+  assert MODEL.remat == "dots"
   ids = jnp.ones([1, length], jnp.int32)
   inputs = transformer.Inputs(ids, ids, ids, ids[:, 0])
   if views:
     whole = jnp.zeros([1, views, length], jnp.int32)
     inputs = inputs._replace(spread=Spread(whole, whole, ids))
-  params = transformer.init_params(model, jax.random.key(0))
+  params = transformer.init_params(MODEL, jax.random.key(0))
 
   def loss(params):
-    return transformer.forward(params, inputs, config=model)[0].sum()
+    return transformer.forward(params, inputs, config=MODEL)[0].sum()
 
   shapes = [
     value.shape
@@ -319,20 +319,7 @@ def kernels(jaxpr):
 @pytest.mark.parametrize("remat, want", [("none", 3), ("dots", 3), ("full", 4)])
 def test_what_of_splash_is_run_again(remat, want):
   """Forward, and of q and of k and v backward; forward twice with "full"."""
-  config = transformer.DecoderConfig(
-    family="qwen3",
-    vocab_size=32,
-    embed_dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    mlp_dim=32,
-    max_positions=128,
-    attention="splash",
-    remat=remat,
-    unroll=1,
-  )
+  config = dataclasses.replace(MODEL, attention="splash", remat=remat)
   ids = jnp.zeros([2, 128], jnp.int32)
   inputs = transformer.Inputs(ids, ids, ids, ids[:, 0])
 

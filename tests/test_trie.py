@@ -8,14 +8,14 @@ import jax
 import numpy as np
 import pytest
 import test_adapters as adapting
+import test_batching as packing
 import test_learner as learning
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drmas_jax import batching, learner, placement, trie
+from drmas_jax import batching, learner, placement, rewards, trie
 from drmas_jax import config as config_lib
 from drmas_jax.models import transformer
-from drmas_jax.types import Turn
 
 quick = pytest.mark.quick
 
@@ -140,24 +140,6 @@ def test_many_chats_take_a_moment():
 # -- batches -------------------------------------------------------------------
 
 
-def turn(prompt, completion, index=0, continues=None, agent="a"):
-  rng = np.random.default_rng(len(prompt) + 31 * len(completion))
-  num = len(completion)
-  return Turn(
-    agent=agent,
-    policy="p",
-    index=index,
-    prompt_ids=np.array(prompt, np.int32),
-    completion_ids=np.array(completion, np.int32),
-    sampler_logprobs=-3 - rng.random(num).astype(np.float32),
-    log_kept_mass=np.zeros(num, np.float32),
-    stop_reason="stop",
-    policy_version=0,
-    valid=True,
-    continues=continues,
-  )
-
-
 def groups():
   """(turns, chats): three prompts behind one head, each sampled four times, by
   two agents; one of them is a chat of two turns."""
@@ -169,16 +151,17 @@ def groups():
     for j in range(4):
       chats.append((len(turns),))
       drawn = rng.integers(0, 30, 2 + (i + j) % 3)
-      turns.append(turn(prompt, drawn, agent="ab"[i % 2]))
+      turns.append(packing.turn(0, prompt, drawn, agent="ab"[i % 2]))
   more = [*turns[0].prompt_ids, *turns[0].completion_ids, 3, 4]
   chats[0] = (0, len(turns))
-  turns.append(turn(more, [8, 9], index=1, continues=0))
+  turns.append(packing.turn(1, more, [8, 9], continues=0))
   return turns, chats
 
 
 TURNS, CHATS = groups()
 AGENTS = [int(t.agent == "b") for t in TURNS]
-ADVANTAGES = np.linspace(-1, 1, len(TURNS)).astype(np.float32)
+# None is 0: such a turn has no signal.
+ADVANTAGES = np.linspace(-1, 1.1, len(TURNS)).astype(np.float32)
 LENGTH, ROW_TOKENS = 16, 48
 
 
@@ -295,6 +278,34 @@ def test_sizes_are_plain_data():
   assert batching.Size.of(there) == size
   assert size.whole[0] == size.shared[0] == batching.Fit()
   assert size.shared[1].views
+
+
+@quick
+@pytest.mark.parametrize("vocab_size, sampled", [(1024, 0), (2048, 30)])
+def test_a_backbone_asks_for_it(vocab_size, sampled):
+  made = packing.backbone_of("p")
+  made.policy = dataclasses.replace(made.policy, micro_tokens=ROW_TOKENS)
+  made.row_buckets = (LENGTH,)
+  made.learner.vocab_size = vocab_size
+  places = np.arange(len(TURNS))
+  places[-1] = 0  # of the chat's episode
+  rows = rewards.Rows(
+    TURNS,
+    np.zeros(len(TURNS), np.float32),
+    np.zeros(len(TURNS), np.int32),
+    np.array(AGENTS),
+    places,
+    False,
+  )
+  [part] = made.work(rows, ADVANTAGES, {"p"}).parts
+  assert sorted(part.chats) == sorted(CHATS)
+  _, want = pack(True, only_sampled=bool(sampled))
+  assert made.shape([part.size]) == want and want.sampled == sampled
+  # A reference on more devices takes rows that are cut otherwise.
+  other = packing.backbone_of("r")
+  other.slice.train_mesh = packing.make_mesh(data=2)
+  assert made.shape([part.size]).views
+  assert not made.shape([part.size], other).views
 
 
 # -- the learner ---------------------------------------------------------------

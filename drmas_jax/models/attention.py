@@ -159,7 +159,8 @@ def _pages(x, places):
 
 def _pages_forward(x, places):
   take = jax.vmap(lambda x, at: x.at[at].get(mode="promise_in_bounds"))
-  return take(x, places), (places, jnp.zeros([x.shape[1], 0]))
+  like = jnp.zeros([x.shape[1], 0])  # as long as x, and empty
+  return take(x, places), (places, like)
 
 
 def _pages_backward(residuals, grads):
@@ -167,7 +168,7 @@ def _pages_backward(residuals, grads):
   places, like = residuals
   zeros = jnp.zeros([len(like), *grads.shape[2:]], jnp.float32)
   add = jax.vmap(lambda g, at: zeros.at[at].add(g, mode="promise_in_bounds"))
-  return add(grads.astype(jnp.float32), places).astype(grads.dtype), None
+  return add(grads, places).astype(grads.dtype), None
 
 
 _pages.defvjp(_pages_forward, _pages_backward)

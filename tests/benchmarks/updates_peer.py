@@ -11,8 +11,8 @@ what there was in use before:
 
 A job is one optimizer step on random rows with so many tokens each, or with
 "score" their log-probs under the same weights; with "group": 8, so many of them
-have one prompt. All sides take the clipped loss
-with 0.04 times k3 to given reference log-probs, AdamW, and float32.
+have one prompt. All sides take the clipped loss with 0.04 times k3 to given
+reference log-probs, AdamW, and float32.
 `this` reads "micro_tokens", and packs the rows unless "packed" is false. A peer
 pads prompts and completions to the longest that it has room for, google-tunix
 at the left and right of [64, 128]; torch reads "micro", rows at a time, and
