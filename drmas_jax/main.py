@@ -21,6 +21,11 @@ import sys
 import time
 from collections.abc import Sequence
 
+from drmas_jax import hugepages
+
+if __name__ == "__main__":
+  hugepages.restart()
+
 from drmas_jax import caches, signals
 from drmas_jax import config as config_lib
 from drmas_jax.types import RunError

@@ -20,6 +20,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from drmas_jax import hugepages
+
+if __name__ == "__main__":
+  hugepages.restart()
+
 from drmas_jax import config as config_lib
 from drmas_jax.main import overrides, set_environment
 

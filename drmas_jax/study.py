@@ -31,6 +31,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from drmas_jax import hugepages
+
+if __name__ == "__main__":
+  hugepages.restart()
+
 from drmas_jax import (
   advantages,
   batching,

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 # From the ground up. A module may import its own floor and those below; a name
 # that is a folder stands for every module in it.
 FLOORS = (
-  ("types", "config", "usercode", "caches"),
+  ("types", "config", "usercode", "caches", "hugepages"),
   (
     *(
       "advantages",

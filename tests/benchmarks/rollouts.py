@@ -25,10 +25,13 @@ import rollouts_exact
 import rollouts_lab as lab
 import rollouts_speed
 
+from drmas_jax import hugepages
+
 PARTS = rollouts_speed.PARTS | rollouts_exact.PARTS | rollouts_costs.PARTS
 
 
 def main() -> None:
+  hugepages.restart()  # as the commands of the project do
   parser = lab.parser(__doc__, PARTS)
   parser.add_argument("--smollm2", default="")
   args, given = lab.parse(parser, PARTS, torch="transformers")

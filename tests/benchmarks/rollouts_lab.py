@@ -316,7 +316,10 @@ class Peer:
     path = pathlib.Path(__file__).with_name(script)
     command = [python, str(path), name, json.dumps(sizes)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return cls(name, subprocess.Popen(command, text=True, **pipes))
+    env = dict(os.environ)
+    if python != sys.executable:  # begins as its users begin it
+      env.pop("GLIBC_TUNABLES", None)
+    return cls(name, subprocess.Popen(command, text=True, env=env, **pipes))
 
   def ask(self, job: Mapping[str, Any]) -> dict:
     print(json.dumps(job), file=self.process.stdin, flush=True)
