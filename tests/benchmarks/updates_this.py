@@ -63,7 +63,7 @@ class Side:
   def make(cls, sizes: dict, kl_weight: float, rate: float) -> "Side":
     options = {k: sizes.get(k, usual) for k, usual in OPTIONS.items()}
     folder, num = options["checkpoint"], options["adapters"]
-    model = _model(folder, {k: sizes[k] for k in sizes.keys() - OPTIONS.keys()})
+    model = model_of(sizes, folder)
     mesh, adapter = lab.one_device(), config_lib.Adapter()
     if num:
       model = dataclasses.replace(
@@ -82,7 +82,7 @@ class Side:
       adapter=adapter if num else None,
       num_policies=max(1, num),
     )
-    trained, base = _weights(folder, model, mesh), None
+    trained, base = weights_of(model, mesh, folder), None
     if num:
       base = placement.cast(trained, model.compute_dtype, transformer.unstack)
       trained = learner.new_adapters(
@@ -171,7 +171,9 @@ class Side:
     return batch, trips
 
 
-def _model(folder: str, sizes: dict) -> transformer.DecoderConfig:
+def model_of(sizes: dict, folder: str = "") -> transformer.DecoderConfig:
+  """Of what SIZES has beside OPTIONS, and of a checkpoint if there is one."""
+  sizes = {k: sizes[k] for k in sizes.keys() - OPTIONS.keys()}
   if folder:
     return dataclasses.replace(weights.read_config(folder), **sizes)
   return transformer.DecoderConfig(
@@ -184,9 +186,10 @@ def _model(folder: str, sizes: dict) -> transformer.DecoderConfig:
   )
 
 
-def _weights(
-  folder: str, model: transformer.DecoderConfig, mesh: jax.sharding.Mesh
+def weights_of(
+  model: transformer.DecoderConfig, mesh: jax.sharding.Mesh, folder: str = ""
 ) -> transformer.Params:
+  """Random ones, or those of a checkpoint."""
   if folder:
     return weights.load(folder, model, mesh)
   where = sharding.replicated(mesh)
