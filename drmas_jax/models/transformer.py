@@ -485,9 +485,13 @@ def _each(params, x, view, cache, config):
     params = unstack(params)
   each = params.get("adapters") or [None] * config.num_layers
   updated = []
+
+  @jax.jit  # is traced once for all layers
+  def step(variables, x, entry):
+    return Block(config).apply(variables, x, view, entry)
+
   for layer, adapter, entry in zip(params["layers"], each, cache, strict=True):
-    variables = _variables(layer, adapter)
-    x, entry = Block(config).apply(variables, x, view, entry)
+    x, entry = step(_variables(layer, adapter), x, entry)
     updated.append(entry)
   return x, updated
 
