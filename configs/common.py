@@ -213,7 +213,6 @@ def _search_policy(checkpoint: str) -> dict:
     rollout_dtype="bfloat16",
     remat="full",
     old_logprobs="learner",
-    update_on_zero_signal=True,
     num_updates=5,
     micro_tokens=_LONGEST_SEARCH,  # a row on each device, however long
     optimizer=dict(learning_rate=1e-6),

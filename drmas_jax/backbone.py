@@ -264,7 +264,7 @@ class Backbone:
 
     Args:
       names: of its policies, those with adapters first. They differ in nothing
-        that is read here but their adapters.
+        that is read here but their adapters and learning rates.
       config: of the run.
       slice_: its devices.
       model: sizes.
@@ -300,6 +300,11 @@ class Backbone:
     if self.policy.adapter is not None:
       scale = self.policy.adapter.alpha / self.policy.adapter.rank
       model = dataclasses.replace(model, adapter_scale=scale)
+    rates = tuple(
+      config.policies[n].optimizer.learning_rate
+      for n in names
+      if config.policies[n].adapter is not None
+    )
     self.learner = _learner_spec(
       self.policy,
       model,
@@ -307,6 +312,7 @@ class Backbone:
       vocab_size=vocab,
       num_agents=len(config.agent_names),
       num_policies=max(1, len(self._keys)),
+      rates=rates if len(set(rates)) > 1 else (),
     )
     self.engines = [
       engine.PolicyEngine(
@@ -518,12 +524,12 @@ class Backbone:
     turns = rows.turns
     owner = np.array([self._place(t, due) for t in turns], int)
     lengths = np.array([len(t.completion_ids) for t in turns], int)
-    counted = (owner >= 0) & self._in_loss(turns)
+    counted = (owner >= 0) & self.in_loss(turns)
     turn_weights, _ = losses.aggregate(
       lengths, counted, loss.aggregation, loss.divisor
     )
     live = turn_weights > 0
-    if not (self.policy.update_on_zero_signal or _always(loss)):
+    if not (self.policy.update_on_zero_signal or loss.beyond_rewards):
       live &= advantages != 0
     factors = [self._roles[t.agent].loss_weight for t in turns]
     by_policy: list[list[tuple[int, ...]]] = [[] for _ in self.names]
@@ -550,7 +556,8 @@ class Backbone:
     trains = name in self.trained and name in due
     return self.policy_index[name] if trains else -1
 
-  def _in_loss(self, turns: Sequence[Turn]) -> np.ndarray:
+  def in_loss(self, turns: Sequence[Turn]) -> np.ndarray:
+    """[N] bool: the turns that the loss and its denominator count."""
     cut = self.policy.loss.mask_truncated
     return np.array(
       [
@@ -908,11 +915,6 @@ def abstract(shapes: Any, shardings: Any) -> Any:
   )
 
 
-def _always(loss: config_lib.Loss) -> bool:
-  """Whether tokens have a gradient also where the advantage is 0."""
-  return loss.entropy_weight > 0 or loss.kl_weight > 0
-
-
 def _learner_spec(
   policy: config_lib.Policy,
   model: transformer.DecoderConfig,
@@ -921,6 +923,7 @@ def _learner_spec(
   vocab_size: int,
   num_agents: int,
   num_policies: int,
+  rates: tuple[float, ...],
 ) -> learner.Spec:
   return learner.Spec(
     model=dataclasses.replace(
@@ -932,6 +935,7 @@ def _learner_spec(
     mesh=mesh,
     loss=policy.loss,
     optimizer=policy.optimizer,
+    rates=rates,
     num_agents=num_agents,
     vocab_size=vocab_size,
     head_chunk=_head_chunk(vocab_size, mesh),

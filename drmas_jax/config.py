@@ -151,6 +151,11 @@ class Loss:
   reference: str = ""
   reward_weight: float = _bounded(1.0, low=0.0)
 
+  @property
+  def beyond_rewards(self) -> bool:
+    """Whether tokens have a gradient also where the advantage is 0."""
+    return self.entropy_weight > 0 or self.kl_weight > 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
@@ -246,8 +251,10 @@ class Policy:
   """One LLM of the team.
 
   Policies with an adapter, and frozen ones, that name one checkpoint lie on one
-  copy of its weights, where at least one has an adapter: all but checkpoint and
-  adapter must then be equal.
+  copy of its weights, where at least one has an adapter. Those with adapters
+  are one program, and have all keys in common but `update_every`,
+  `update_phase` and `optimizer.learning_rate`; a frozen one has the others'
+  `engine`, `rollout_dtype` and `chat_template_kwargs`.
 
   Attributes:
     checkpoint: a Hugging Face folder, here, at gs://BUCKET/FOLDER or on the hub
@@ -1353,19 +1360,37 @@ def _narrow(sampling: Sampling) -> bool:
 
 
 def _check_importance(config: Config) -> list[str]:
-  """Weights that would be 1 everywhere."""
-  return [
-    f"policies.{name}.loss.importance: has no effect with old_logprobs="
-    "'sampler' and top_k=0, top_p=1 for all its agents; remove it, or write "
-    "old_logprobs='learner'"
-    for name, policy in config.policies.items()
-    if policy.trained
-    and policy.loss.importance != "none"
-    and policy.old_logprobs == "sampler"
-    and not any(
+  """Weights that would be 1 everywhere, and bounds that nothing reaches."""
+  faults = []
+  for name, policy in config.policies.items():
+    path, loss = f"policies.{name}.loss", policy.loss
+    # The old log-probs are then the behaviour's but for what top_k and top_p
+    # keep, and no factor is over 1.
+    sampler = policy.trained and policy.old_logprobs == "sampler"
+    if not sampler or loss.importance == "none":
+      continue
+    if not any(
       _narrow(config.agents[a].sampling) for a in config.agents_of(name)
-    )
-  ]
+    ):
+      faults.append(
+        f"{path}.importance: has no effect with old_logprobs='sampler' and "
+        "top_k=0, top_p=1 for all its agents; remove it, or write "
+        "old_logprobs='learner'"
+      )
+      continue
+    if loss.importance == "rejection":
+      faults.append(
+        f"{path}.importance: 'rejection' rejects nothing with "
+        "old_logprobs='sampler', where no factor is over 1; write 'sequence' "
+        "or 'token', or old_logprobs='learner'"
+      )
+    if loss.importance_bound != _default(Loss, "importance_bound"):
+      faults.append(
+        f"{path}.importance_bound: has no effect with old_logprobs='sampler', "
+        "where no factor is over 1; remove it, or write "
+        "old_logprobs='learner'"
+      )
+  return faults
 
 
 def prompt_room(agent: Agent, engine: Engine) -> int:
@@ -1484,6 +1509,8 @@ def _check_effect(
     for key in ("compute_dtype", "attention"):
       idle.pop(key, None)
   if policy.trained:
+    if policy.update_on_zero_signal and policy.loss.beyond_rewards:
+      idle["update_on_zero_signal"] = "loss.entropy_weight or loss.kl_weight"
     idle |= _idle_of_optimizer(policy.optimizer)
     idle |= _idle_of_loss(policy.loss)
   return [
@@ -1583,9 +1610,12 @@ def _check_alike(config: Config, first: str, name: str) -> list[str]:
   policy = config.policies[name]
   if policy.frozen:
     shared = {"engine", "rollout_dtype", "chat_template_kwargs"}
+    # A reference scores as the others do, but need not say it.
+    numerics = ("compute_dtype", "attention")
+    shared |= {k for k in numerics if getattr(policy, k) != _default(Policy, k)}
   else:
-    free = {"checkpoint", "frozen", "update_every", "update_phase"}
-    shared = {f.name for f in dataclasses.fields(Policy)} - free
+    own = {"checkpoint", "frozen", "update_every", "update_phase"}
+    shared = {f.name for f in dataclasses.fields(Policy)} - own
   want, found = (flatten(to_dict(config.policies[n])) for n in (first, name))
   return [
     f"policies.{name}.{key}: {found.get(key)!r} is not the {want.get(key)!r} "
@@ -1593,7 +1623,9 @@ def _check_alike(config: Config, first: str, name: str) -> list[str]:
     f"{policy.checkpoint!r}; write that, or give one of the two a copy of the "
     "checkpoint"
     for key in sorted(want.keys() | found.keys())
-    if key.partition(".")[0] in shared and found.get(key) != want.get(key)
+    if key.partition(".")[0] in shared
+    and key != "optimizer.learning_rate"
+    and found.get(key) != want.get(key)
   ]
 
 
@@ -1677,12 +1709,7 @@ def _check_parts(config: Config, mode: Mode) -> list[str]:
       for key in sources
       if not key.isidentifier() or key == "macro"  # the mean over sets
     ]
-  if config.data.resample and config.data.group_size == 1:
-    faults.append(
-      "data.resample: the one reward of a group of data.group_size=1 tells "
-      "nothing apart, so every group would be played again; remove it, or "
-      "raise group_size"
-    )
+  faults += _check_groups(config, mode)
   if not config.data.sources:
     faults.append("data.sources: empty; add an entry, such as gsm8k=dict(..)")
   if len(config.data.sources) == 1:
@@ -1708,6 +1735,38 @@ def _check_parts(config: Config, mode: Mode) -> list[str]:
     except ConfigError as e:
       faults.append(f"orchestra.name: {e}")
   return faults
+
+
+def _check_groups(config: Config, mode: Mode) -> list[str]:
+  """Groups that are played again, and those of one episode, which is compared
+  with nothing (rule 4)."""
+  data, advantage = config.data, config.advantage
+  alone = data.group_size == 1
+  if data.resample and advantage.name == "rae":
+    return [
+      "data.resample: with advantage.name='rae' groups whose rewards are equal "
+      "teach, too, and its averages are of all; remove it"
+    ]
+  if data.resample and alone:
+    return [
+      "data.resample: the one reward of a group of data.group_size=1 tells "
+      "nothing apart, so every group would be played again; remove it, or "
+      "raise group_size"
+    ]
+  compared = advantage.name != "rae" and advantage.singleton == "zero"
+  if mode != "train" or not (alone and compared):
+    return []
+  idle = [
+    name
+    for name in config.trained
+    if not config.policies[name].loss.beyond_rewards
+  ]
+  return [
+    f"data.group_size: 1 leaves {name!r} nothing to learn from, since an "
+    "episode is compared with the others of its group; raise it, or write "
+    "advantage.name='rae', which compares with a moving average"
+    for name in idle[:1]
+  ]
 
 
 def _check_demonstrations(config: Config) -> list[str]:

@@ -48,6 +48,8 @@ class Spec:
     head_chunk: tokens whose logits exist at a time; 0 for all.
     adapter: of each policy; None: all weights are trained.
     num_policies: K; 1 without adapters.
+    rates: of the policies, in the place of the optimizer's learning rate; ():
+      they have that one.
   """
 
   model: transformer.DecoderConfig
@@ -59,6 +61,7 @@ class Spec:
   head_chunk: int = 0
   adapter: config_lib.Adapter | None = None
   num_policies: int = 1
+  rates: tuple[float, ...] = ()
 
 
 class AgentSums(NamedTuple):
@@ -150,7 +153,10 @@ def _optimizer(spec: Spec) -> optax.GradientTransformation:
   axes = trainable_axes(spec)
   if spec.adapter is not None:
     axes = jax.tree.map(lambda a: a[1:], axes, is_leaf=sharding.is_axes)
-  return optimizers.make_optimizer(spec.optimizer, axes)
+  rule = spec.optimizer
+  if spec.rates:  # every schedule is in proportion to its rate
+    rule = dataclasses.replace(rule, learning_rate=1.0)
+  return optimizers.make_optimizer(rule, axes)
 
 
 def _init(spec: Spec, params) -> TrainState:
@@ -457,10 +463,11 @@ def _gradients(spec, trainable, base, data, scale, num_micro, temperature):
   return jax.tree.map(lambda ref: ref[...], grads), *said
 
 
-def _apply(spec: Spec, state: TrainState, grads, live):
+def _apply(spec: Spec, state: TrainState, grads, live, rate=None):
   """One policy's update: its state, the gradient's norm, whether it is finite.
 
-  What is not `live`, or not finite, stays as it was.
+  What is not `live`, or not finite, stays as it was. `rate` is a factor beside
+  the optimizer's schedule.
   """
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm)
@@ -468,6 +475,8 @@ def _apply(spec: Spec, state: TrainState, grads, live):
   updates, opt_state = _optimizer(spec).update(
     grads, state.opt_state, state.params, live=live
   )
+  if rate is not None:
+    updates = jax.tree.map(lambda u: rate * u, updates)
   params = jax.tree.map(
     lambda p, u: jnp.where(live, p + u, p), state.params, updates
   )
@@ -496,7 +505,8 @@ def _train_step(spec, state, base, data, denominators, live, num_micro, temp):
     state, *said = apply(state, grads, live[0])
     norm, finite = (x[None] for x in said)
   else:
-    state, norm, finite = jax.vmap(apply)(state, grads, live)
+    rates = jnp.asarray(spec.rates, jnp.float32) if spec.rates else None
+    state, norm, finite = jax.vmap(apply)(state, grads, live, rates)
   return state, StepOutput(loss, norm, finite, error, sums, gap)
 
 

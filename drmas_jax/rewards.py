@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from drmas_jax import config as config_lib
 from drmas_jax.types import Episode, Group, Turn
 
 
@@ -54,6 +55,17 @@ class Overlong(NamedTuple):
     return self.penalty * max(0, over) / self.buffer
 
 
+def overlong_costs(
+  agents: Mapping[str, config_lib.Agent],
+) -> dict[str, Overlong]:
+  """By name, of the agents that have such costs."""
+  return {
+    name: Overlong(a.max_tokens, a.overlong_tokens, a.overlong_penalty)
+    for name, a in agents.items()
+    if a.overlong_tokens
+  }
+
+
 def real(episode: Episode) -> list[Turn]:
   """The turns of an episode that are rows, if it is `ok`."""
   return [t for t in episode.turns if t.counts and t.fault is None]
@@ -67,10 +79,10 @@ def ok(episode: Episode) -> bool:
 def is_mixed(group: Group, zero_tolerance: float) -> bool:
   """Whether rewards tell the group's episodes apart, for one agent at least.
 
-  An episode's reward is the team's or, where there is one per agent, each
-  agent's, with those of the turns; penalties do not count. Rewards are equal
-  where their deviation counts as zero (rule 5), so those of a single episode
-  are.
+  An episode's rewards are the team's and each agent's, with those of the turns,
+  which may differ where the team's sum does not; penalties do not count.
+  Rewards are equal where their deviation counts as zero (rule 5), so those of a
+  single episode are.
 
   Args:
     group: of which the episodes that are `ok` count.
@@ -86,16 +98,17 @@ def is_mixed(group: Group, zero_tolerance: float) -> bool:
 
 
 def _rewards(episode: Episode) -> Iterator[tuple[str, float]]:
-  """(agent, reward) of those that spoke in an episode; "" is the team."""
-  reward = episode.outcome.reward
-  of_turns = episode.outcome.turn_rewards
-  if not isinstance(reward, Mapping):
-    yield "", reward + sum(of_turns.values())
-    return
-  for agent, own in reward.items():
-    turns = [t.index for t in episode.turns if t.agent == agent and t.counts]
-    if turns:
-      yield agent, own + sum(of_turns.get(i, 0.0) for i in turns)
+  """(agent, reward) of those that spoke in an episode; "" is the team, which
+  has one where it is not per agent."""
+  outcome = episode.outcome
+  if not isinstance(outcome.reward, Mapping):
+    yield "", outcome.reward + sum(outcome.turn_rewards.values())
+  own: dict[str, float] = collections.defaultdict(float)
+  for turn in episode.turns:
+    if turn.counts:
+      own[turn.agent] += outcome.turn_rewards.get(turn.index, 0.0)
+  for agent, reward in own.items():
+    yield agent, outcome.of(agent) + reward
 
 
 def _differ(rewards: Sequence[float], zero_tolerance: float) -> bool:

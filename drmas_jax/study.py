@@ -151,22 +151,23 @@ def play(
   stream, size = building.stream(config), config.data.num_tasks
   key = sampling.root_key(config.seed, "study")
   penalties = {n: a.invalid_penalty for n, a in config.agents.items()}
+  overlong = rewards.overlong_costs(config.agents)
   try:
     for i in range(first, first + num_steps):
       tasks = stream.tasks(i * size, size)
       groups = player.collect(tasks, config.data.group_size, key)
-      rows = rewards.row_scores(groups, penalties)
+      rows = rewards.row_scores(groups, penalties, overlong)
       yield Step(
         rows,
         groups,
-        [_products(b, rows) for b in backbones.values()],
+        [_products(config, b, rows) for b in backbones.values()],
       )
   finally:
     player.close()
     stop.close()
 
 
-def _products(backbone: Any, rows: rewards.Rows):
+def _products(config: config_lib.Config, backbone: Any, rows: rewards.Rows):
   """See `Step.products`."""
   from drmas_jax import scores
 
@@ -176,11 +177,13 @@ def _products(backbone: Any, rows: rewards.Rows):
     if t.policy in backbone.names
   }
   places = np.array(sorted(sizes, key=sizes.__getitem__), int)
-  lengths = np.array([len(rows.turns[i].completion_ids) for i in places], int)
+  all_turns = [rows.turns[i] for i in places]
+  lengths = np.array([len(t.completion_ids) for t in all_turns], int)
   loss = backbone.policy.loss
   weights, denominator = losses.aggregate(
-    lengths, lengths > 0, loss.aggregation, loss.divisor
+    lengths, backbone.in_loss(all_turns), loss.aggregation, loss.divisor
   )
+  factors = [config.agents[t.agent].loss_weight for t in all_turns]
   chunks, width = [], 64  # rows of one program
   for start in range(0, len(places), width):
     some = places[start : start + width]
@@ -196,7 +199,7 @@ def _products(backbone: Any, rows: rewards.Rows):
     chunks.append(backbone.score_vectors(batch)[: len(some)])
   vectors = np.concatenate(chunks) if chunks else np.zeros([0, 1])
   products = (vectors @ vectors.T).astype(np.float64)
-  return places, products, weights / max(denominator, 1)
+  return places, products, weights * factors / max(denominator, 1)
 
 
 def measure(
@@ -388,14 +391,27 @@ def rollouts(study: Mapping[str, Any], workdir: pathlib.Path) -> None:
 
 
 def _trained(raw, steps: int, workdir: pathlib.Path) -> dict[str, Any]:
-  """The config with the policies that so many steps of it leave."""
+  """The config with the policies that so many steps of it leave.
+
+  Raises:
+    ConfigError: adapters are trained.
+  """
   run = raw | {"steps": steps}
+  config = config_lib.build(run)
+  for name in config.trained:
+    if config.policies[name].adapter is not None:
+      raise config_lib.ConfigError(
+        f"policies.{name}.adapter: a case with trained={steps} reads weights "
+        "that a run leaves, and these stay as they are; write trained=0, or "
+        "remove the adapter"
+      )
   _train(run, raw.get("advantage", {}), raw.get("seed", 0), workdir)
   policies = {
     name: policy | {"checkpoint": f"run:{workdir}/{name}@{steps}"}
     for name, policy in raw["policies"].items()
+    if name in config.trained
   }
-  return raw | {"policies": policies}
+  return raw | {"policies": {**raw["policies"], **policies}}
 
 
 def _rules(study: Mapping[str, Any]) -> dict[str, config_lib.Advantage]:
@@ -414,8 +430,11 @@ def _kept(path: pathlib.Path, settings: Mapping[str, Any]) -> Any:
   if not path.is_file():
     return None
   there = json.loads(path.read_text())
-  same = there["settings"] == json.loads(json.dumps(settings))
-  return there["found"] if same else None
+  return there["found"] if _same(there["settings"], settings) else None
+
+
+def _same(written: Any, settings: Any) -> bool:
+  return written == json.loads(json.dumps(settings))
 
 
 # -- training under every rule -------------------------------------------------
@@ -450,18 +469,20 @@ def training(study: Mapping[str, Any], workdir: pathlib.Path) -> None:
 
 
 def _train(raw, keys, seed: int, workdir: pathlib.Path) -> None:
-  """One run, in a process of its own, unless it is finished."""
+  """One run, in a process of its own, unless it is finished; one of another
+  config is the main job's to refuse."""
   config = config_lib.check(
     config_lib.build(raw | {"advantage": keys, "seed": seed})
   )
-  summary = workdir / "summary.json"
+  settings, summary = config_lib.to_dict(config), workdir / "summary.json"
   if summary.is_file():
     done = json.loads(summary.read_text())["steps"]
-    if done == config.steps:
+    there = json.loads((workdir / "config.json").read_text())
+    if done == config.steps and _same(there, settings):
       return
   asked = workdir.with_name(f"{workdir.name}_config") / "config.json"
   asked.parent.mkdir(parents=True, exist_ok=True)
-  writers.write_json(asked, config_lib.to_dict(config))
+  writers.write_json(asked, settings)
   print(workdir, file=sys.stderr)
   command = [sys.executable, "-m", "drmas_jax.main", f"--config={asked}"]
   # A config's own modules lie beside the file of the study.
@@ -530,7 +551,9 @@ def stability_table(
   measures: Mapping[str, Sequence[Mapping[str, float]]], baseline: str
 ) -> str:
   """Markdown: a line for each measure, and its differences to the baseline."""
-  names = list(measures[baseline][0])
+  # A run has no line for updates that it never lost.
+  every = (run for runs in measures.values() for run in runs)
+  names = dict.fromkeys(name for run in every for name in run)
   lines = []
   for name in names:
     columns = {

@@ -109,11 +109,7 @@ class Training:
     self.rollout = building.team_rollout(config, backbones, stop)
     self.checkpoints = checkpoint.Checkpoints(workdir, config.checkpoint.keep)
     self.penalties = {n: a.invalid_penalty for n, a in config.agents.items()}
-    self.overlong = {
-      n: rewards.Overlong(a.max_tokens, a.overlong_tokens, a.overlong_penalty)
-      for n, a in config.agents.items()
-      if a.overlong_tokens
-    }
+    self.overlong = rewards.overlong_costs(config.agents)
     self.keys = {
       p: sampling.root_key(config.seed, p) for p in ("train", "eval")
     }

@@ -199,11 +199,17 @@ def update(spec, base, advantages, owner, live=(True, True), mesh_rows=8):
   return before, placement.fetch(state), jax.device_get(out)
 
 
-def test_an_update_of_two_is_two_updates_of_one(base):
-  """Each with its own denominator, clip, moments and count (rules 11, 12)."""
-  both = update(make_spec(), base, learning.ADVANTAGES, owner=(0, 1))
-  spec = make_spec(num_policies=1)
+@pytest.mark.parametrize("rates", [(), (3e-3, 1e-2)])
+def test_an_update_of_two_is_two_updates_of_one(base, rates):
+  """Each with its own denominator, clip, moments, count (rules 11, 12), and
+  learning rate."""
+  spec = dataclasses.replace(make_spec(), rates=rates)
+  both = update(spec, base, learning.ADVANTAGES, owner=(0, 1))
   for k in range(2):
+    spec = make_spec(num_policies=1)
+    if rates:
+      optimizer = dataclasses.replace(spec.optimizer, learning_rate=rates[k])
+      spec = dataclasses.replace(spec, optimizer=optimizer)
     mine = np.arange(11) % 2 == k
     turns = np.where(mine, learning.ADVANTAGES, 0).astype(np.float32)
     # The other policy's turns go to no adapter at all.

@@ -360,6 +360,12 @@ WRONG = [
     "'none'; remove it",
   ),
   (
+    "policies.bob={'checkpoint': 'y', 'update_on_zero_signal': True, "
+    "'loss': {'entropy_weight': 0.1}}",
+    "policies.bob.update_on_zero_signal: has no effect with loss."
+    "entropy_weight or loss.kl_weight; remove it",
+  ),
+  (
     "policies.bob.loss.kl=k2",
     "policies.bob.loss.kl: has no effect with loss.kl_weight=0; remove it",
   ),
@@ -413,6 +419,10 @@ WRONG = [
     "'group_size': 1}",
     "data.resample: the one reward of a group of data.group_size=1 tells "
     "nothing apart…",
+  ),
+  (
+    "data={'sources': {'own': {'name': 'own_team.simple'}}, 'group_size': 1}",
+    "data.group_size: 1 leaves 'alice' nothing to learn from…'rae'…",
   ),
   (
     "placement.timeout_s=10",
@@ -616,14 +626,22 @@ def test_policies_that_share_weights(read):
   assert read(*both).backbones == {"alice+bob": ("alice", "bob")}
   frozen = (*shared, "policies.alice.frozen=True")
   assert read(*frozen).backbones == {"bob+alice": ("bob", "alice")}
-  [line] = lines(read, *both, "policies.bob.optimizer.learning_rate=1.0")
+  read(*both, "policies.bob.optimizer.learning_rate=1.0")
+  [line] = lines(read, *both, "policies.bob.optimizer.weight_decay=1.0")
   assert line == (
-    "policies.bob.optimizer.learning_rate: 1.0 is not the 1e-06 of 'alice', "
+    "policies.bob.optimizer.weight_decay: 1.0 is not the 0.01 of 'alice', "
     "with which it shares the weights of 'tiny:solver'; write that, or give "
     "one of the two a copy of the checkpoint"
   )
   [line] = lines(read, *frozen, "policies.alice.engine.num_slots=3")
   assert line.startswith("policies.alice.engine.num_slots: 3 is not the 32 ")
+  # A reference scores in the others' numerics, whose name it may repeat.
+  near = (*frozen, kept_near("bob", reference="alice"))
+  said = "policies.alice.compute_dtype=bfloat16"
+  read(*near, "policies.bob.compute_dtype=bfloat16", said)
+  read(*near, "policies.bob.compute_dtype=bfloat16")
+  [line] = lines(read, *near, said)
+  assert line.startswith("policies.alice.compute_dtype: 'bfloat16' is not the ")
   read(*both, "policies.bob.update_every=2")  # when it is updated is its own
   [line] = lines(read, *shared, "policies.bob.adapter={'targets': ('q', 'q')}")
   assert line.startswith("policies.bob.adapter.targets: ")
@@ -827,6 +845,41 @@ def test_top_p_trains_where_weights_correct_for_it(read):
   read(
     "policies.bob.loss.importance=token", "policies.bob.old_logprobs=learner"
   )
+
+
+@pytest.mark.parametrize(
+  ("loss", "key", "why"),
+  [
+    ({"importance": "rejection"}, "importance", "'rejection' rejects nothing"),
+    (
+      {"importance": "sequence", "importance_bound": 3.0},
+      "importance_bound",
+      "has no effect",
+    ),
+  ],
+)
+def test_factors_of_what_top_p_keeps_have_no_bound(read, loss, key, why):
+  top_p = "agents.solver.sampling.top_p=0.9"
+  given = f"policies.alice.loss={loss}"
+  [line] = lines(read, top_p, given)
+  assert fits(
+    line,
+    f"policies.alice.loss.{key}: {why} with old_logprobs='sampler'…"
+    "old_logprobs='learner'",
+  ), line
+  read(top_p, given, "policies.alice.old_logprobs=learner")
+
+
+def test_what_needs_groups_and_what_does_not(read):
+  alone = "data.group_size=1"
+  read(alone, "advantage={'name': 'rae'}")
+  read(alone, "advantage={'singleton': 'raw'}")
+  entropy = [f"policies.{n}.loss.entropy_weight=0.1" for n in ("alice", "bob")]
+  read(alone, *entropy)
+  [line] = lines(read, alone, entropy[0])
+  assert fits(line, "data.group_size: 1 leaves 'bob' nothing to learn from…")
+  [line] = lines(read, "data.resample=1", "advantage={'name': 'rae'}")
+  assert fits(line, "data.resample: with advantage.name='rae' groups whose…")
 
 
 @pytest.mark.parametrize("name", ["missing.py", "own_team", "notes.txt"])

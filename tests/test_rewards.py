@@ -100,6 +100,14 @@ def test_rewards_of_turns_count():
   assert not mixed(extra, episode(0.5))
 
 
+def test_rewards_of_turns_tell_agents_apart_whose_sum_is_one():
+  turns = turn("a"), turn("b", 1)
+  one = episode(0.0, *turns, turn_rewards={0: 1.0, 1: 0.0})
+  two = episode(0.0, *turns, turn_rewards={0: 0.0, 1: 1.0})
+  assert mixed(one, two)
+  assert not mixed(one, one)
+
+
 def test_rewards_by_agent_tell_apart_for_one_of_them():
   same, other = {"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.5}
   assert mixed(episode(same), episode(other))

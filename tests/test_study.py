@@ -100,6 +100,8 @@ def test_table_of_differences():
   lines = [[c.strip() for c in x.split("|")[1:-1]] for x in text.splitlines()]
   assert ["x", "2.000", "3.000"] in lines
   assert ["minus a", "", "+1.000 [+1.000, +1.000]"] in lines
+  measures["b"][1]["lost"] = 1.0  # by one run alone
+  assert "| lost" in study.stability_table(measures, "a")
 
 
 def test_results_of_the_same_settings_are_kept(tmp_path):
@@ -123,13 +125,39 @@ def test_a_finished_run_is_not_run_again(tmp_path, root, monkeypatch):
     assert raw["seed"] == 3 and raw["advantage"]["name"] == "grpo"
     workdir = tmp_path / "part" / "rule" / "seed_3"
     assert given["--workdir"] == str(workdir) and check
-    workdir.mkdir(parents=True)
+    workdir.mkdir(parents=True, exist_ok=True)
     writers.write_json(workdir / "summary.json", {"steps": raw["steps"]})
+    writers.write_json(workdir / "config.json", raw)
 
   monkeypatch.setattr(study.subprocess, "run", run)
+  workdir, grpo = tmp_path / "part/rule/seed_3", {"name": "grpo"}
   for _ in range(2):
-    study._train(config, {"name": "grpo"}, 3, tmp_path / "part/rule/seed_3")
+    study._train(config, grpo, 3, workdir)
   assert len(asked) == 1
+  # Nor taken for one of another config.
+  study._train(config, grpo | {"pool_agents": True}, 3, workdir)
+  assert len(asked) == 2
+
+
+def test_weights_of_adapters_are_in_no_run(tmp_path, root, monkeypatch):
+  config = config_lib.load_file(root / "configs" / "normaliser_study.py")
+  raw = json.loads(json.dumps(config))
+  name = next(iter(raw["policies"]))
+  raw["policies"][name]["adapter"] = {"rank": 2}
+  monkeypatch.setattr(study, "_train", lambda *args: pytest.fail("was run"))
+  with pytest.raises(config_lib.ConfigError, match=f"{name}.adapter: a case"):
+    study._trained(raw, 2, tmp_path)
+
+
+def test_only_what_was_trained_comes_from_the_run(tmp_path, root, monkeypatch):
+  config = config_lib.load_file(root / "configs" / "normaliser_study.py")
+  raw = json.loads(json.dumps(config))
+  first, second = raw["policies"]
+  raw["policies"][second]["frozen"] = True
+  monkeypatch.setattr(study, "_train", lambda *args: None)
+  found = study._trained(raw, 2, tmp_path)["policies"]
+  assert found[first]["checkpoint"] == f"run:{tmp_path}/{first}@2"
+  assert found[second] == raw["policies"][second]
 
 
 def test_the_shipped_study_can_be_read(root):
