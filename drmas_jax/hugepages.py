@@ -7,31 +7,40 @@ for large pages (`madvise`) where a variable says so when a process starts, so a
 command that sees that it would help begins once more.
 """
 
+import contextlib
 import os
 import pathlib
 import sys
 
 _VARIABLE, _TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 _ENABLED = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# An option of Python's for whoever reads it. Variables may get lost on the way.
+_AGAIN = "drmas_jax_large_pages"
 
 
 def restart() -> None:
   """Starts this process anew with the variable, if nothing speaks against it:
-  another C library, a kernel that gives large pages to all or to none, or the
-  tunable set already, as it then is. To be called before anything is done."""
+  it is no fresh process (a notebook's, a debugger's), another C library, a
+  kernel that gives large pages to all or to none, or the user's own setting of
+  the tunable, which stands. To be called before anything is done."""
   tunables = os.environ.get(_VARIABLE, "")
-  if _TUNABLE in tunables or not _asked_for():
+  if _AGAIN in sys._xoptions or _TUNABLE in tunables:
+    return
+  if not _given() or len(os.listdir("/proc/self/task")) > 1:
     return
   tunables = f"{tunables}:{_TUNABLE}=1".removeprefix(":")
   environment = os.environ | {_VARIABLE: tunables}
-  os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+  command = [sys.executable, "-X", _AGAIN, *sys.orig_argv[1:]]
+  with contextlib.suppress(OSError):  # it goes on as it is
+    os.execve(sys.executable, command, environment)
 
 
-def _asked_for() -> bool:
-  """Whether large pages go to those who ask."""
+def _given() -> bool:
+  """Whether large pages go to those who ask, and glibc knows how."""
   try:
     enabled = _ENABLED.read_text()
-    library = os.confstr("CS_GNU_LIBC_VERSION") or ""
-  except (OSError, ValueError):  # no Linux, no glibc
+    library, version = os.confstr("CS_GNU_LIBC_VERSION").split()
+  except (OSError, ValueError, AttributeError):  # no Linux, no glibc
     return False
-  return "[madvise]" in enabled and library.startswith("glibc")
+  known = tuple(map(int, version.split(".")[:2])) >= (2, 35)
+  return "[madvise]" in enabled and library == "glibc" and known

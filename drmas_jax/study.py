@@ -29,12 +29,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from drmas_jax import hugepages
 
 if __name__ == "__main__":
   hugepages.restart()
+
+import numpy as np
 
 from drmas_jax import (
   advantages,

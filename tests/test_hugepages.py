@@ -1,7 +1,9 @@
 """A command begins anew with large pages, once, and otherwise as it was."""
 
+import ast
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -28,11 +30,11 @@ print(json.dumps([tunables, sys.argv[2:], sys.flags.utf8_mode, after - before]))
 """
 
 
-def begin(enabled, *arguments, **env):
+def begin(enabled, *arguments, program=PROGRAM, **env):
   """(times that it began, what it then said)."""
   given = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"} | env
   out = subprocess.run(
-    [sys.executable, "-X", "utf8", "-c", PROGRAM, str(enabled), *arguments],
+    [sys.executable, "-X", "utf8", "-c", program, str(enabled), *arguments],
     env=given,
     check=True,
     capture_output=True,
@@ -86,8 +88,53 @@ def test_where_asking_changes_nothing_it_does_not(enabled, setting):
   assert (times, tunables) == (1, None)
 
 
+@pytest.mark.parametrize(
+  ("line", "times"),
+  [
+    # What a program that may do more than its user does not get.
+    ("os.environ.pop('GLIBC_TUNABLES', None)", 2),
+    # A notebook's kernel, which would be gone.
+    (
+      "import threading, time\n"
+      "threading.Thread(target=time.sleep, args=(5,), daemon=True).start()",
+      1,
+    ),
+    ("sys.executable = '/nowhere'", 1),
+  ],
+)
+def test_it_ends(enabled, line, times):
+  program = PROGRAM.replace(
+    "hugepages.restart()", f"{line}\nhugepages.restart()"
+  )
+  assert begin(enabled, program=program)[0] == times
+
+
+@pytest.mark.parametrize("command", ["main", "serve", "study"])
+def test_a_command_begins_with_it(command):
+  """Before it imports what would have to be imported twice."""
+  path = pathlib.Path(hugepages.__file__).with_name(f"{command}.py")
+  body = [n for n in ast.parse(path.read_text()).body if not _standard(n)]
+  imported, guarded = body[0], body[1]
+  assert ast.unparse(imported) == "from drmas_jax import hugepages"
+  assert ast.unparse(guarded) == (
+    "if __name__ == '__main__':\n    hugepages.restart()"
+  )
+
+
+def _standard(node) -> bool:
+  """A docstring, or an import of the standard library."""
+  match node:
+    case ast.Expr():
+      return True
+    case ast.Import(names=[ast.alias(name=name), *_]):
+      return name.partition(".")[0] in sys.stdlib_module_names
+    case ast.ImportFrom(module=name):
+      return name.partition(".")[0] in sys.stdlib_module_names
+  return False
+
+
 def test_memory_comes_in_large_pages():
-  if not hugepages._asked_for():
+  if not hugepages._given():
     pytest.skip("the kernel does not give large pages to those who ask")
   faults = begin("-")[1][-1]
   small = begin("-", GLIBC_TUNABLES=f"{TUNABLE}=0")[1][-1]

@@ -360,6 +360,21 @@ def test_padded_rows_of_an_odd_vocabulary_are_not_sampled(tmp_path):
 
 
 @pytest.mark.quick
+def test_one_layer_is_traced_for_all_of_a_decode(params, monkeypatch):
+  traced, call = [], transformer.Mlp.__call__
+
+  def counted(self, *args):
+    traced.append(self)
+    return call(self, *args)
+
+  monkeypatch.setattr(transformer.Mlp, "__call__", counted)
+  cache, prefill, _ = _paged(CONFIG, 2, 12)
+  step = functools.partial(forward, transformer.unstack(params), config=CONFIG)
+  jax.eval_shape(step, _inputs(_tokens(2, 5)), cache, prefill)
+  assert CONFIG.num_layers > 1 and len(traced) == 1
+
+
+@pytest.mark.quick
 def test_cached_decode_equals_full_forward(params):
   """Rows of different lengths, prefill, a continued prefix, single steps."""
   tokens = _tokens(2, 12)

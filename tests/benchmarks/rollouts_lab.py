@@ -166,6 +166,7 @@ def report(
   found = {
     "jax": jax.__version__,
     "cores": os.cpu_count(),
+    "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", ""),  # large pages
     "load": [os.getloadavg()[0]],
     "left out": [name for name, python in given.items() if not python],
   }

@@ -20,11 +20,11 @@
     l  the same with an adapter
 
 A peer runs in an environment of its own (`pip install google-tunix==0.1.7
-jax==0.10.2`; `pip install torch transformers trl`), whose interpreter is given;
-one that is not given is left out. Figures are medians over the rounds, by wall
-and by CPU seconds; what is compared runs in turns, each side in a process of
-its own, which says its memory: the most that it has held, and what before the
-first update. Compiling is the first call but a later one's time.
+jax==0.10.2`; `pip install torch transformers trl==1.16.0`), whose interpreter
+is given; one that is not given is left out. Figures are medians over the
+rounds, by wall and by CPU seconds; what is compared runs in turns, each side in
+a process of its own, which says its memory: the most that it has held, and what
+before the first update. Compiling is the first call but a later one's time.
 
 Each part's figures are printed when it is done, as a line of JSON, and all of
 them as the last line, however the run ends.

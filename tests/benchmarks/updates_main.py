@@ -59,7 +59,7 @@ def _config(sizes: dict, folder: str) -> config_lib.Config:
     "checkpoint": folder,
     "micro_tokens": updates_lab.MICRO_TOKENS,
     "row_buckets": (length,),
-    "loss": {"kl_weight": updates_steps.KL_WEIGHT},
+    "loss": {"kl_weight": updates_steps.KL_WEIGHT, "reference": "before"},
     "optimizer": {"learning_rate": updates_steps.RATE},
     "engine": {
       "num_slots": prompts * group,
@@ -74,10 +74,13 @@ def _config(sizes: dict, folder: str) -> config_lib.Config:
     "max_tokens": length - prompt,
   }
   rows = {"train": f"{folder}/rows.jsonl"}
-  return config_lib.build(
+  config = config_lib.build(
     {
       "steps": updates_steps.MANY,
-      "policies": {"one": policy},
+      "policies": {
+        "one": policy,
+        "before": {"checkpoint": folder, "frozen": True},
+      },
       "agents": {"solver": solver},
       "orchestra": {"name": "single"},
       "environment": {"name": "math"},
@@ -90,6 +93,7 @@ def _config(sizes: dict, folder: str) -> config_lib.Config:
       "checkpoint": {"every": updates_steps.MANY},
     }
   )
+  return config_lib.check(config)
 
 
 # -- the team ------------------------------------------------------------------

@@ -9,7 +9,7 @@ float32: this project by its main run, google-tunix by its GRPO learner, TRL by
 its GRPO trainer. Before every step it waits for a job on stdin, a line of JSON,
 which the step's end answers:
 
-    {"rows": 64}    {"rows": 16}: what trl updates on at once; others choose
+    {"rows": 64}    what the peers update on at once, by their first job
     {"wall": .., "cpu": .., "rss_gb": ..}
 """
 
@@ -108,8 +108,10 @@ def wait_for_all() -> None:
 
 
 def tunix(sizes: dict, gate: Gate, folder: str) -> None:
-  """Its GRPO learner over its own sampler, all rows at once."""
+  """Its GRPO learner over its own sampler."""
   del folder
+  gate()  # for the number of rows
+  num_prompts = gate.job["rows"] // GROUP
   os.environ["JAX_PLATFORMS"] = "cpu"
   import jax
   import numpy as np
@@ -138,7 +140,8 @@ def tunix(sizes: dict, gate: Gate, folder: str) -> None:
           eval_every_n_steps=10**9,
           max_steps=MANY,
           mini_batch_size=PROMPTS,
-          train_micro_batch_size=PROMPTS,
+          train_micro_batch_size=num_prompts,
+          rollout_micro_batch_size=PROMPTS,
         ),
         rollout_config=base_rollout.RolloutConfig(
           max_tokens_to_generate=length - prompt,
@@ -146,7 +149,6 @@ def tunix(sizes: dict, gate: Gate, folder: str) -> None:
           kv_cache_size=length,
           temperature=1.0,
           top_p=1.0,
-          return_logprobs=True,
           eos_tokens=[sizes["vocab_size"]],  # of no token
         ),
       ),
@@ -179,7 +181,7 @@ def tunix(sizes: dict, gate: Gate, folder: str) -> None:
 
 
 def trl(sizes: dict, gate: Gate, folder: str) -> None:
-  """Its GRPO trainer over transformers, on two threads."""
+  """Its GRPO trainer over transformers, on as many threads as torch takes."""
   import rollouts_peer
 
   rollouts_peer.transformers_model(sizes).save_pretrained(folder)
@@ -202,7 +204,6 @@ def trl(sizes: dict, gate: Gate, folder: str) -> None:
       gradient_accumulation_steps=PROMPTS * GROUP // num_rows,
       num_generations=GROUP,
       max_completion_length=new,
-      generation_kwargs={"min_new_tokens": new},
       beta=KL_WEIGHT,
       learning_rate=RATE,
       max_steps=MANY,

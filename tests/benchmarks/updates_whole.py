@@ -22,10 +22,11 @@ def whole_step(args: argparse.Namespace) -> dict:
 
 
 def _trainers(args: argparse.Namespace) -> dict:
-  """See `updates_steps`. TRL also updates on 16 rows at a time."""
+  """See `updates_steps`. The peers also update on 16 rows at a time."""
   ways = {
     "this": ("this", sys.executable, 64),
     "tunix": ("tunix", args.tunix_python, 64),
+    "tunix, 16 rows": ("tunix", args.tunix_python, 16),
     "trl": ("trl", args.torch_python, 64),
     "trl, 16 rows": ("trl", args.torch_python, 16),
   }
