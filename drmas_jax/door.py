@@ -140,7 +140,11 @@ class Door(http.server.ThreadingHTTPServer):
 
   def process_request(self, request: socket.socket, client_address) -> None:
     if self._places.acquire(blocking=False):
-      super().process_request(request, client_address)
+      try:
+        super().process_request(request, client_address)
+      except BaseException:  # no thread can be started
+        self._places.release()
+        raise
       return
     with contextlib.suppress(OSError):
       request.settimeout(1)

@@ -289,6 +289,13 @@ class Sampler:
         f"stop_ids: {len(request.stop_ids)} of them; allowed are at most "
         f"{decoding.MAX_STOPS} beside the tokenizer's",
       )
+    for stop in request.stop_ids or ():
+      if not 0 <= stop < spec.vocab_size:
+        return Fault(
+          "request",
+          f"stop_ids: {stop}; allowed are 0 to {spec.vocab_size - 1}; take ids "
+          "of the policy's own tokenizer",
+        )
     return None
 
   def _watch(self, job: _Job) -> None:

@@ -17,6 +17,7 @@ import types
 import faulty_retrieval
 import pytest
 
+from drmas_jax import door as door_lib
 from drmas_jax.door import ApiError
 from drmas_jax.retrieval import client, retriever, serve, wire
 from drmas_jax.retrieval.retriever import Passage, RetrievalFault
@@ -272,6 +273,48 @@ def test_too_much_and_too_late():
     assert (status, said["error"]["code"]) == (429, "queue_full")
     status, said = post(door, {"query": "a"})
     assert (status, said["error"]["code"]) == (503, "timeout")
+
+
+@quick
+def test_a_thread_that_cannot_be_started_keeps_no_place(monkeypatch, capfd):
+  """Where a container may have no more of them, for a while."""
+
+  class Later(door_lib.Door):
+    lost = 3
+
+    def process_request(self, *args):
+      with monkeypatch.context() as m:
+        if self.lost:
+          m.setattr(threading.Thread, "start", refuse)
+        self.lost = max(0, self.lost - 1)
+        super().process_request(*args)
+
+  def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+  class Handler(door_lib.Handler):
+    def do_GET(self):
+      self.send_response(204)
+      self.end_headers()
+
+  made = Later("127.0.0.1", 0, Handler)
+  made.start(num_connections=2)
+  statuses = []
+  try:
+    for _ in range(6):
+      where = http.client.HTTPConnection(*made.server_address, timeout=5)
+      try:
+        where.request("GET", "/")
+        statuses.append(where.getresponse().status)
+      except (http.client.HTTPException, OSError):
+        statuses.append(None)
+      finally:
+        where.close()
+  finally:
+    made.close(5.0)
+  assert statuses[:3] == [None] * 3 and set(statuses[3:]) <= {204, 503}
+  assert 204 in statuses[3:]
+  assert "can't start new thread" in capfd.readouterr().err
 
 
 @quick

@@ -556,6 +556,9 @@ def test_illegal_requests_are_faults_at_once():
     assert found.kind == "request" and "at least 1" in found.message
   found = fault(made, request(key, ids(3)[0], stop_ids=tuple(range(9))))
   assert "stop_ids: 9" in found.message
+  for wrong in (-1, 100, 2**31):
+    found = fault(made, request(key, ids(3)[0], stop_ids=(5, wrong)))
+    assert f"stop_ids: {wrong}; allowed are 0 to 99" in found.message
   given = sampler_lib.Fault("prompt", "it does not fit")
   made.submit(request(key, ids(3)[0]), given)
   assert made.harvest()[0].fault is given

@@ -46,8 +46,12 @@ def parse(**raw):
 def test_what_a_request_may_say():
   ask = parse(
     messages=[
-      {"role": "developer", "content": "Be brief."},
-      {"role": "user", "content": [{"type": "text", "text": "one"}] * 2},
+      {"role": "developer", "content": "Be brief.", "type": "text"},
+      {
+        "role": "user",
+        "name": "me",
+        "content": [{"type": "text", "text": "one"}] * 2,
+      },
     ],
     max_completion_tokens=7,
     temperature=0,
@@ -77,7 +81,8 @@ WRONG = [
   ({"messages": [{"role": "wizard", "content": ""}]}, 400, "messages[0].role"),
   ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
   ({"messages": [*ASK, "x"]}, 400, "messages[1]"),
-  ({"messages": [ASK[0] | {"name": "x"}]}, 400, "messages[0].name"),
+  ({"messages": [ASK[0] | {"name": 5}]}, 400, "messages[0].name"),
+  ({"messages": [ASK[0] | {"type": "image"}]}, 400, "messages[0].type"),
   (
     {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     400,

@@ -228,8 +228,13 @@ def _message(key: str, value: Any) -> dict[str, str]:
   if not isinstance(value, dict):
     raise _refuse(key, value, 'write {"role": .., "content": ..}')
   for other in value:
-    # An answer of OpenAI's, sent back, has empty lists.
-    if other not in ("role", "content") and value[other] not in (None, []):
+    # Clients send a name, which no template has a place for, or say that a
+    # message is text; an answer of OpenAI's, sent back, has empty lists.
+    known = other in ("role", "content") or (
+      isinstance(value[other], str)
+      and (other == "name" or (other, value[other]) == ("type", "text"))
+    )
+    if not known and value[other] not in (None, []):
       raise _refuse(
         f"{key}.{other[:80]}", value[other], "a message has role and content"
       )
