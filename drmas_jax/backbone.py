@@ -289,10 +289,10 @@ class Backbone:
     )
     self._roles = config.agents
     init = sampling.root_key(config.seed, "init")
+    adapted = [n for n in names if config.policies[n].adapter is not None]
     self._keys = [
       jax.random.fold_in(init, sorted(config.policies).index(name))
-      for name in names
-      if config.policies[name].adapter is not None
+      for name in adapted
     ]
     vocab = self.tokenizer.vocab_size
     for name in names:
@@ -300,11 +300,7 @@ class Backbone:
     if self.policy.adapter is not None:
       scale = self.policy.adapter.alpha / self.policy.adapter.rank
       model = dataclasses.replace(model, adapter_scale=scale)
-    rates = tuple(
-      config.policies[n].optimizer.learning_rate
-      for n in names
-      if config.policies[n].adapter is not None
-    )
+    rates = tuple(config.policies[n].optimizer.learning_rate for n in adapted)
     self.learner = _learner_spec(
       self.policy,
       model,

@@ -1608,14 +1608,15 @@ def check_backbones(config: Config, mode: Mode = "train") -> list[str]:
 def _check_alike(config: Config, first: str, name: str) -> list[str]:
   """Two policies on one backbone."""
   policy = config.policies[name]
+  own = {"checkpoint", "frozen", "update_every", "update_phase"}
+  own.add("optimizer.learning_rate")
   if policy.frozen:
     shared = {"engine", "rollout_dtype", "chat_template_kwargs"}
     # A reference scores as the others do, but need not say it.
     numerics = ("compute_dtype", "attention")
     shared |= {k for k in numerics if getattr(policy, k) != _default(Policy, k)}
   else:
-    own = {"checkpoint", "frozen", "update_every", "update_phase"}
-    shared = {f.name for f in dataclasses.fields(Policy)} - own
+    shared = {f.name for f in dataclasses.fields(Policy)}
   want, found = (flatten(to_dict(config.policies[n])) for n in (first, name))
   return [
     f"policies.{name}.{key}: {found.get(key)!r} is not the {want.get(key)!r} "
@@ -1624,7 +1625,7 @@ def _check_alike(config: Config, first: str, name: str) -> list[str]:
     "checkpoint"
     for key in sorted(want.keys() | found.keys())
     if key.partition(".")[0] in shared
-    and key != "optimizer.learning_rate"
+    and key not in own
     and found.get(key) != want.get(key)
   ]
 
@@ -1756,17 +1757,14 @@ def _check_groups(config: Config, mode: Mode) -> list[str]:
   compared = advantage.name != "rae" and advantage.singleton == "zero"
   if mode != "train" or not (alone and compared):
     return []
-  idle = [
-    name
-    for name in config.trained
-    if not config.policies[name].loss.beyond_rewards
-  ]
-  return [
-    f"data.group_size: 1 leaves {name!r} nothing to learn from, since an "
-    "episode is compared with the others of its group; raise it, or write "
-    "advantage.name='rae', which compares with a moving average"
-    for name in idle[:1]
-  ]
+  for name in config.trained:
+    if not config.policies[name].loss.beyond_rewards:
+      return [
+        f"data.group_size: 1 leaves {name!r} nothing to learn from, since an "
+        "episode is compared with the others of its group; raise it, or write "
+        "advantage.name='rae', which compares with a moving average"
+      ]
+  return []
 
 
 def _check_demonstrations(config: Config) -> list[str]:

@@ -1,4 +1,4 @@
-"""Memory in pages of 2 MB, which XLA's CPU code is a tenth faster with.
+"""Memory in pages of 2 MB, which XLA's CPU code is up to a tenth faster with.
 
 A program takes hundreds of MB from the C library and gives them back at its
 end, and the kernel fills them in anew, 4 kB at a time: 49,000 faults in an

@@ -1,9 +1,12 @@
 """The study of estimators: its numbers by hand, and what it does not repeat."""
 
+import dataclasses
 import json
 import math
 import os
 import pathlib
+import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -137,6 +140,34 @@ def test_a_finished_run_is_not_run_again(tmp_path, root, monkeypatch):
   # Nor taken for one of another config.
   study._train(config, grpo | {"pool_agents": True}, 3, workdir)
   assert len(asked) == 2
+
+
+def test_products_have_the_weights_of_the_loss(root):
+  """Turns out of the loss count nowhere, others by their agent's weight."""
+  raw = config_lib.load_file(root / "configs" / "normaliser_study.py")
+  config = config_lib.build(raw)
+  solver, verifier = config.agents
+  agents = config.agents | {
+    verifier: dataclasses.replace(config.agents[verifier], loss_weight=0.5)
+  }
+  config = dataclasses.replace(config, agents=agents)
+  turns = [
+    types.SimpleNamespace(
+      prompt_ids=np.zeros(3), completion_ids=np.zeros(n), policy="p", agent=a
+    )
+    for n, a in ((1, solver), (3, verifier), (4, solver))
+  ]
+  backbone = mock.Mock(names=("p",), row_buckets=(8,), policy_index={"p": 0})
+  backbone.policy.loss = config_lib.Loss()
+  backbone.in_loss = lambda turns: np.array([True, True, False])
+  backbone.score_vectors = lambda batch: np.eye(3)
+  rows = types.SimpleNamespace(turns=turns, agent=np.zeros(3, int))
+  with mock.patch("drmas_jax.scores.lay_out"):
+    places, products, weights = study._products(config, backbone, rows)
+  assert (
+    places.tolist() == [0, 1, 2] and products.tolist() == np.eye(3).tolist()
+  )
+  np.testing.assert_allclose(weights, [1 / 4, 0.5 / 4, 0])
 
 
 def test_weights_of_adapters_are_in_no_run(tmp_path, root, monkeypatch):

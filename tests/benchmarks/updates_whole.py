@@ -60,7 +60,6 @@ def _phases(args: argparse.Namespace) -> dict:
     "this": lambda: lab.timed(lambda: lab.serve(sampler, _group(prompts)))
   }
   other = {"tunix": args.tunix_python, "transformers": args.torch_python}
-  phases: dict[str, dict[str, list[lab.Cost]]] = {}
   with contextlib.ExitStack() as stack:
     for name, python in other.items():
       if python:
@@ -70,20 +69,17 @@ def _phases(args: argparse.Namespace) -> dict:
           lambda peer=peer: peer.decode(prompts, NEW, 64, os.cpu_count())
         )
     peers = stack.enter_context(updates_lab.sides(args))
-    runs = {
-      name: functools.partial(_phase, phases, name, decoders[name], way)
-      for name, way in updates_lab.ways(peers).items()
-      if name in decoders
+    phases: dict[str, dict[str, Callable[[], lab.Cost]]] = {"decode": decoders}
+    ways = updates_lab.ways(peers).items()
+    for do in ("score", "update"):
+      phases[do] = {
+        name: lambda do=do, way=way: cost(way(do, UNIFORM, group=8))
+        for name, way in ways
+      }
+    return {
+      phase: lab.compare(lab.in_turns(runs, args.rounds), "this", NUM_TOKENS)
+      for phase, runs in phases.items()
     }
-    lab.in_turns(runs, args.rounds)
-  return {
-    phase: lab.compare(
-      {name: each[-args.rounds :] for name, each in spent.items()},
-      "this",
-      NUM_TOKENS,
-    )
-    for phase, spent in phases.items()
-  }
 
 
 def _group(prompts: np.ndarray) -> list:
@@ -91,15 +87,3 @@ def _group(prompts: np.ndarray) -> list:
     lab.request((i // 8, i % 8, 0), prompt, NEW, shared_by=8)
     for i, prompt in enumerate(prompts)
   ]
-
-
-def _phase(
-  phases: dict, name: str, decode: Callable[[], lab.Cost], way: Callable
-) -> lab.Cost:
-  """All of them once; returns the sum, which is of no interest."""
-  spent = {"decode": decode()}
-  for do in ("score", "update"):
-    spent[do] = cost(way(do, UNIFORM, group=8))
-  for phase, each in spent.items():
-    phases.setdefault(phase, {}).setdefault(name, []).append(each)
-  return lab.Cost(*map(sum, zip(*spent.values(), strict=True)))
